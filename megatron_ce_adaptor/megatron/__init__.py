@@ -1,0 +1,23 @@
+"""Megatron's door: ``--cross-entropy-loss-fusion --cross-entropy-fusion-impl te`` runs our operation.
+
+Importing this package loads neither torch nor Megatron nor PyYAML.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_ce_adaptor.megatron.import_hook import install_import_hook
+
+if TYPE_CHECKING:
+    from megatron_ce_adaptor.megatron.patching import apply_patches, patch_status, remove_patches
+
+__all__ = ["apply_patches", "install_import_hook", "patch_status", "remove_patches"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("apply_patches", "patch_status", "remove_patches"):
+        from megatron_ce_adaptor.megatron import patching
+
+        return getattr(patching, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
