@@ -109,7 +109,7 @@ def _report_cuda_type_strings() -> None:
 
 
 def _drop_stream_and_pinning_methods() -> None:
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _return_self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = _return_self  # type: ignore[method-assign]
 
 
@@ -335,7 +335,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 
 
 def _disable_torch_compile() -> None:
-    torch.compile = _uncompiled  # type: ignore[assignment]
+    torch.compile = _uncompiled
 
 
 def _as_list(sizes: Any) -> list[int] | None:

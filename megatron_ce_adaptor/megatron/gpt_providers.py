@@ -173,7 +173,7 @@ def _empty_entry(args: Any, key: str) -> torch.Tensor:
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None = None
 ) -> dict[str, Any]:
-    """One micro-batch: read on tensor rank 0, broadcast to the other tensor ranks, cut for context parallelism.
+    """One micro-batch: read on tensor rank 0, broadcast to the others, cut for context parallelism.
 
     Returns:
         'tokens', 'labels', 'position_ids' int64 [b, s], 'loss_mask' fp32 [b, s], 'attention_mask' bool
@@ -261,7 +261,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         return_schedule_plan: return the plan for overlapping expert communication in place of the output.
 
     Returns:
-        The output (loss per token [b, s] on the last stage, hidden states before), and what makes the loss of it.
+        The output (loss per token [b, s] on the last stage, hidden states before it) and `loss_func` bound to
+        this micro-batch.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()

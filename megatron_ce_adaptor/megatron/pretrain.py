@@ -13,21 +13,21 @@ standard error.
 
 from __future__ import annotations
 
-import time
-
-_PROGRAM_START = time.time()
-
 import importlib
 import importlib.util
 import inspect
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import megatron_ce_adaptor  # installs the import hook, so that Megatron is patched when it is imported
+import megatron_ce_adaptor  # noqa: F401  installs the hook that patches Megatron when it is imported
+
+_PROGRAM_START = time.time()
 
 DEVICES = ("cpu", "cuda", "npu")
 
@@ -92,8 +92,8 @@ def check_process_count(argv: Sequence[str], world_size: int) -> None:
     ):
         if world_size % product:
             raise UsageError(
-                f"{world_size} processes cannot be split into groups of {product} ({words}): start a multiple "
-                f"of {product} processes or change the parallel sizes."
+                f"{world_size} processes cannot be split into groups of {product} ({words}): start a "
+                f"multiple of {product} processes or change the parallel sizes."
             )
 
 
@@ -101,15 +101,15 @@ def check_arguments(argv: Sequence[str], megatron_path: str | None) -> None:
     """Raise UsageError for what Megatron would ignore silently or this entry cannot do."""
     if _option(argv, "--cross-entropy-fusion-impl") == "te" and "--cross-entropy-loss-fusion" not in argv:
         raise UsageError(
-            "--cross-entropy-fusion-impl te has no effect without --cross-entropy-loss-fusion, Megatron would "
-            "train with its unfused cross entropy: add that flag or leave out the other."
+            "--cross-entropy-fusion-impl te has no effect without --cross-entropy-loss-fusion (Megatron "
+            "trains with its unfused cross entropy): add that flag or leave out the other."
         )
     if megatron_path is None:
         given = {word.partition("=")[0] for word in argv}
         for flag in _NEEDS_PRETRAIN_GPT:
             if flag in given:
                 raise UsageError(
-                    f"{flag} needs Megatron-LM's pretrain_gpt.py, which the megatron-core wheel does not carry: "
+                    f"{flag} needs Megatron-LM's pretrain_gpt.py, which megatron-core's wheel does not carry: "
                     "set MEGATRON_PATH to a checkout of Megatron-LM."
                 )
 
@@ -144,8 +144,8 @@ def find_pretrain_gpt(megatron_path: str) -> Path:
     script = Path(megatron_path).expanduser().resolve() / "pretrain_gpt.py"
     if not script.is_file():
         raise UsageError(
-            f"MEGATRON_PATH is {megatron_path!r}, but there is no pretrain_gpt.py in it: set it to a checkout "
-            "of Megatron-LM, or unset it to train on the installed megatron-core."
+            f"MEGATRON_PATH is {megatron_path!r}, but there is no pretrain_gpt.py in it: set it to a "
+            "checkout of Megatron-LM, or unset it to train on the installed megatron-core."
         )
     return script
 
@@ -154,7 +154,7 @@ def find_pretrain_gpt(megatron_path: str) -> Path:
 
 
 def _prepare_npu() -> None:
-    """Activate the Ascend stack, which answers torch.cuda for the NPU: MegatronAdaptor, MindSpeed or torch_npu."""
+    """Activate what answers torch.cuda for the NPU: MegatronAdaptor, else MindSpeed, else torch_npu alone."""
     importlib.import_module("torch_npu")
     for adaptor in ("megatron_adaptor", "mindspeed.megatron_adaptor", "torch_npu.contrib.transfer_to_npu"):
         if importlib.util.find_spec(adaptor.partition(".")[0]) is not None:
@@ -180,8 +180,8 @@ def prepare_device(device: str) -> None:
 def _require_training_loop() -> None:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
         raise UsageError(
-            "Megatron's training loop is not installed: install megatron-core 0.17.1 or newer (Python 3.12), or "
-            "set MEGATRON_PATH to a checkout of Megatron-LM."
+            "Megatron's training loop is not installed: install megatron-core 0.17.1 or newer (Python 3.12), "
+            "or set MEGATRON_PATH to a checkout of Megatron-LM."
         )
 
 
@@ -236,37 +236,44 @@ def run_on_wheel(argv: Sequence[str]) -> None:
     _call_pretrain(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
 
 
-def run(argv: Sequence[str]) -> None:
-    """Train as the environment (MEGATRON_PATH, MCE_DEVICE) and Megatron's arguments `argv` say.
+def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
+    """Do everything that comes before the first line of training code.
+
+    Checks Megatron's arguments `argv` and the environment (MEGATRON_PATH, MCE_DEVICE), makes this process
+    ready for the device, and imports Megatron.
+
+    Returns:
+        What to call to train.
 
     Raises:
-        UsageError: they cannot work.
+        UsageError: `argv`, `world_size` or the environment cannot work.
     """
     megatron_path = os.environ.get("MEGATRON_PATH") or None
     script = find_pretrain_gpt(megatron_path) if megatron_path else None
     check_arguments(argv, megatron_path)
-    check_process_count(argv, int(os.environ.get("WORLD_SIZE", "1")))
+    check_process_count(argv, world_size)
     device = choose_device(os.environ.get("MCE_DEVICE"))
     if script is not None:
         sys.path.insert(0, str(script.parent))
-    else:
-        _require_training_loop()
+        prepare_device(device)
+        return partial(run_pretrain_gpt, script, argv)
+    _require_training_loop()
     prepare_device(device)
-    if script is not None:
-        run_pretrain_gpt(script, argv)
-    else:
-        run_on_wheel(argv)
+    importlib.import_module("megatron_ce_adaptor.megatron.gpt_providers")
+    return partial(run_on_wheel, argv)
 
 
 def main() -> None:
     """Entry point of ``python -m megatron_ce_adaptor.megatron.pretrain``."""
     try:
-        run(sys.argv[1:])
+        train = prepare(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except UsageError as error:
-        _exit_with_usage_error(error)
+        exit_with_usage_error(error)
+    train()
 
 
-def _exit_with_usage_error(error: UsageError) -> NoReturn:
+def exit_with_usage_error(error: UsageError) -> NoReturn:
+    """End this process with status 2 and one sentence on standard error."""
     # Every rank sees the same mistake; one of them says so.
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron_ce_adaptor: {error}", file=sys.stderr, flush=True)

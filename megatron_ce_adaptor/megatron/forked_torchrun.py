@@ -1,0 +1,110 @@
+"""torchrun for many ranks on few CPU cores: import torch and Megatron once, then fork the ranks.
+
+    python -m megatron_ce_adaptor.megatron.forked_torchrun <torchrun options> \\
+        -m megatron_ce_adaptor.megatron.pretrain <Megatron's own arguments>
+
+Takes torchrun's command line and is torchrun in all else (rendezvous, several machines, ending the other
+ranks when one fails).  torchrun starts every rank as a new interpreter, and importing torch and Megatron
+takes each of them more than ten seconds of a core: with eight ranks on two cores, most of a minute.  Here the
+agent imports them, and its ranks are forks of it (torchelastic's start method "fork").
+
+For the CPU only: a forked process cannot use a CUDA context.  Exit status: 0, 1 if a rank failed, 2 if the
+command line or the environment cannot work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Before torch is imported: with OpenMP threads in the agent, its forks could hang.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron_ce_adaptor.megatron import pretrain
+
+_ENTRY = "megatron_ce_adaptor.megatron.pretrain"
+_PR_SET_NAME = 15
+
+
+# What Megatron imports while it starts or at its first step, and how long that takes counts most.
+_IMPORTED_LATE = ("megatron.core.tokenizers.text", "torch._dynamo", "torch.utils.tensorboard")
+
+
+def _preload() -> None:
+    """Import what every rank would import later, where this version of Megatron has it."""
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def _name_process(name: str) -> None:
+    """Make this process show as `name` in ps: forks share their command line, and look alike without."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def _run_rank(train: Callable[[], None]) -> None:
+    # The agent's exit handlers are not this process's to run, and multiprocessing ends a fork without running
+    # those that training registers (the call counts, among others), so run exactly these.
+    atexit._clear()
+    _name_process(f"mce-rank-{os.environ['RANK']}")
+    train()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _parse(argv: Sequence[str]) -> Any:
+    from torch.distributed import run as torchrun
+
+    options = torchrun.parse_args(list(argv))
+    if not options.module or options.training_script != _ENTRY:
+        raise pretrain.UsageError(
+            f"forked ranks run {_ENTRY} only: give -m {_ENTRY} after torchrun's options, or use torchrun."
+        )
+    if options.standalone:
+        options.rdzv_backend = "c10d"
+        options.rdzv_endpoint = "localhost:0"
+        options.rdzv_id = str(uuid.uuid4())
+    options.start_method = "fork"
+    return options
+
+
+def launch(argv: Sequence[str]) -> None:
+    """Run torchrun's command line `argv` with forked ranks.
+
+    Raises:
+        UsageError: the command line or the environment cannot work, or the device is not the CPU.
+        ChildFailedError: (torchelastic's) a rank failed, and the others were ended.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.launcher.api import elastic_launch
+
+    options = _parse(argv)
+    device = pretrain.choose_device(os.environ.get("MCE_DEVICE"))
+    if device != "cpu":
+        raise pretrain.UsageError(
+            f"forked ranks cannot use {device}: use torchrun, or set MCE_DEVICE=cpu to train on the CPU."
+        )
+    config, _, _ = torchrun.config_from_args(options)
+    train = pretrain.prepare(options.training_script_args, config.max_nodes * config.nproc_per_node)
+    _preload()
+    elastic_launch(config=config, entrypoint=_run_rank)(train)
+
+
+def main() -> None:
+    """Entry point of ``python -m megatron_ce_adaptor.megatron.forked_torchrun``."""
+    try:
+        launch(sys.argv[1:])
+    except pretrain.UsageError as error:
+        pretrain.exit_with_usage_error(error)
+
+
+if __name__ == "__main__":
+    main()
