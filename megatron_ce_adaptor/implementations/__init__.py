@@ -1,0 +1,95 @@
+"""Which implementation computes row statistics and gradients, and why.
+
+Each implementation is a module with the functions `row_statistics`, `merge`, `forward` (both in one, for an unsplit
+vocabulary) and `gradient`, all of the signatures in `reference`, and a NAME. They never import each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import NamedTuple
+
+CHOICES = ("auto", "triton", "reference")
+
+
+class Choice(NamedTuple):
+    """What `choose` decided: the implementation's module, its name, and the reason in words."""
+
+    module: ModuleType
+    name: str
+    reason: str
+
+
+_last_used: str | None = None
+_choices: dict[tuple[str, str, str], Choice] = {}
+
+
+def choose(device_type: str) -> Choice:
+    """The implementation for logits on a device of this type ('cpu', 'cuda', ...).
+
+    MCE_IMPLEMENTATION=auto|triton|reference overrides the choice; TE_PARALLEL_CE_FORCE_TRITON=1 means triton.
+
+    Raises:
+        ValueError: MCE_IMPLEMENTATION has an unknown value.
+        RuntimeError: what was asked for cannot run here, with the reason; nothing else is run instead.
+    """
+    requested = os.environ.get("MCE_IMPLEMENTATION", "auto")
+    key = (device_type, requested, os.environ.get("TE_PARALLEL_CE_FORCE_TRITON", ""))
+    choice = _choices.get(key)
+    if choice is None:
+        choice = _choices[key] = _decide(*key)
+    return choice
+
+
+def note_use(name: str) -> None:
+    """Remembers the implementation of the latest call, for logs."""
+    global _last_used
+    _last_used = name
+
+
+def last_used() -> str | None:
+    """The implementation that the latest call ran ('cuda', 'cuda (interpreter)', 'reference'), None before any."""
+    return _last_used
+
+
+def _decide(device_type: str, requested: str, force_triton: str) -> Choice:
+    if requested not in CHOICES:
+        raise ValueError(f"MCE_IMPLEMENTATION is {requested!r}, expected one of {', '.join(CHOICES)}.")
+    why = f"MCE_IMPLEMENTATION={requested}"
+    if requested == "auto" and force_triton == "1":
+        requested, why = "triton", "TE_PARALLEL_CE_FORCE_TRITON=1"
+    if requested == "auto":
+        if device_type == "cuda":
+            requested, why = "triton", "logits on a CUDA device"
+        elif device_type == "cpu":
+            requested, why = "reference", "logits on the CPU"
+        else:
+            raise RuntimeError(
+                f"there is no kernel for logits on a {device_type!r} device in this version; "
+                "set MCE_IMPLEMENTATION=reference to compute with PyTorch operations instead."
+            )
+    if requested == "reference":
+        module = importlib.import_module("megatron_ce_adaptor.implementations.reference")
+        return Choice(module, module.NAME, why)
+    return _triton(device_type, why)
+
+
+def _triton(device_type: str, why: str) -> Choice:
+    if device_type not in ("cuda", "cpu"):
+        raise RuntimeError(f"{why} asks for Triton kernels, but there are none for a {device_type!r} device in this version.")
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise RuntimeError(
+            f"{why} asks for Triton kernels, but triton cannot be imported ({error}); install it "
+            "(pip install 'megatron-ce-adaptor[cuda]') or set MCE_IMPLEMENTATION=reference."
+        ) from error
+    module = importlib.import_module("megatron_ce_adaptor.implementations.cuda")
+    if device_type == "cpu" and not module.INTERPRETED:
+        raise RuntimeError(
+            f"{why} asks for Triton kernels on CPU tensors, which only Triton's interpreter runs: set TRITON_INTERPRET=1 "
+            "before Python starts, or MCE_IMPLEMENTATION=reference."
+        )
+    return Choice(module, module.NAME, why)

@@ -1,0 +1,50 @@
+"""megatron_ce_adaptor: cross entropy for vocabularies split over tensor-parallel ranks.
+
+Importing the package installs the Megatron import hook (MCE_AUTO_PATCH=0 opts out), so that Megatron-Core's
+`--cross-entropy-loss-fusion --cross-entropy-fusion-impl te` runs this package's kernel. Everything else is loaded on
+first use: `import megatron_ce_adaptor` alone imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics as CrossEntropyStatistics
+    from megatron_ce_adaptor.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+    from megatron_ce_adaptor.megatron import apply_patches as apply_patches
+    from megatron_ce_adaptor.megatron import patch_status as patch_status
+    from megatron_ce_adaptor.megatron import remove_patches as remove_patches
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "parallel_cross_entropy": "megatron_ce_adaptor.cross_entropy",
+    "CrossEntropyStatistics": "megatron_ce_adaptor.cross_entropy",
+    "apply_patches": "megatron_ce_adaptor.megatron",
+    "remove_patches": "megatron_ce_adaptor.megatron",
+    "patch_status": "megatron_ce_adaptor.megatron",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+if os.environ.get("MCE_AUTO_PATCH", "1") != "0":
+    from megatron_ce_adaptor.megatron import install_import_hook as _install_import_hook
+
+    _install_import_hook()

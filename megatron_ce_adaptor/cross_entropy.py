@@ -1,0 +1,291 @@
+"""`parallel_cross_entropy`: cross entropy of logits whose vocabulary is split over the ranks of a group."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ce_adaptor import dispatch
+from megatron_ce_adaptor.implementations.rows import has_overlapping_elements
+from megatron_ce_adaptor.vocab_shard import VocabShard
+
+__all__ = ["CrossEntropyStatistics", "parallel_cross_entropy"]
+
+_LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class CrossEntropyStatistics(NamedTuple):
+    """Per-token statistics, each of the target's shape (2-D inp: [N]), without gradient.
+
+    Attributes:
+        log_sum_exp: log of the sum of exp over the whole vocabulary, in the loss's dtype.
+        target_log_prob: log-probability of the target; 0 where the label is ignored or no class.
+        entropy: entropy of the predicted distribution, in nats.
+        correct: bool, the target's logit is at least every other logit; False where ignored or no class.
+    """
+
+    log_sum_exp: Tensor
+    target_log_prob: Tensor
+    entropy: Tensor
+    correct: Tensor
+
+
+def parallel_cross_entropy(
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: Any = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+    *,
+    overwrite_input: bool = False,
+    z_loss_weight: float = 0.0,
+    return_statistics: bool = False,
+    _input: Tensor | None = None,
+) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:
+    """Cross entropy over a vocabulary split across tensor-parallel ranks, with TransformerEngine 2.17's signature.
+
+    loss = (1 - ls) * -log p[target] + ls * mean over classes of -log p + z_loss_weight * lse^2, lse = log sum exp:
+    PyTorch's label smoothing over the whole vocabulary (Szegedy et al. 2016), PaLM's z-loss (Chowdhery et al. 2022).
+    Computed in fp32 (fp64 for fp64 logits), gradients rounded once to the logits' dtype. Deterministic, no host
+    synchronisation on devices, usable in captured CUDA graphs and, out of place, under torch.compile.
+
+    Collectives: one all_gather_into_tensor of 3 to 5 numbers a token in forward if the group has several ranks, none
+    in backward. The loss is bitwise the same on every rank of the group.
+
+    Args:
+        inp: logits [N, V/W], [b, s, V/W] or [s, b, V/W] of this rank's columns, fp16, bf16, fp32 or fp64, any strides;
+            rank r of W holds columns r * V/W to (r + 1) * V/W. Forward never writes them.
+        target: class ids of the whole vocabulary, int32 or int64, as many as inp has rows, in the order of its rows.
+        label_smoothing: in [0, 1).
+        reduce_loss: return the sum over this call's tokens divided by max(1, number of targets other than ignore_idx).
+        dist_process_group: the group the vocabulary is split over; None for an unsplit one.
+        ignore_idx: label whose rows have loss 0 and gradient 0; may be a class.
+        is_cg_capturable: accepted for TransformerEngine's callers; every call is capturable.
+        overwrite_input: write the gradient into the logits' memory in backward: no logits-sized allocation. The
+            logits' version is bumped, so a later backward that needs their values raises instead of reading gradients.
+        z_loss_weight: weight of lse^2 on rows that are not ignored.
+        return_statistics: also return `CrossEntropyStatistics`.
+        _input: deprecated name of inp (FutureWarning); overrides it.
+
+    Returns:
+        The loss, fp32 (fp64 for fp64 logits), of inp's leading shape, or 0-d with reduce_loss; or (loss, statistics).
+
+    Raises:
+        TypeError: a tensor is of an unsupported dtype.
+        ValueError: shapes that do not fit; label_smoothing out of range; a label that is neither a class nor ignore_idx
+            (checked on CPU, on a device with MCE_CHECK_LABELS=1; unchecked, its loss is lse - max of the row and its
+            gradient the softmax); shards of unequal sizes (on all ranks); overwrite_input with logits that are a leaf
+            or overlap in memory; an unknown MCE_IMPLEMENTATION.
+        RuntimeError: the requested implementation cannot run here; a second backward after overwrite_input; second
+            derivatives (create_graph=True).
+    """
+    if _input is not None:
+        warnings.warn(
+            "parallel_cross_entropy: the argument '_input' is deprecated, pass 'inp'.", FutureWarning, stacklevel=2
+        )
+        inp = _input
+    return cross_entropy(
+        inp,
+        target,
+        label_smoothing=label_smoothing,
+        reduce_loss=reduce_loss,
+        group=dist_process_group,
+        ignore_index=ignore_idx,
+        overwrite_input=overwrite_input,
+        z_loss_weight=z_loss_weight,
+        return_statistics=return_statistics,
+        check_labels=None,
+    )
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float,
+    reduce_loss: bool,
+    group: Any,
+    ignore_index: int,
+    overwrite_input: bool,
+    z_loss_weight: float,
+    return_statistics: bool,
+    check_labels: bool | None,
+) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:
+    """What `parallel_cross_entropy` does, for the package's doors.
+
+    Args:
+        check_labels: raise for labels that are no class; None: on CPU yes, on devices no. MCE_CHECK_LABELS=0|1 wins.
+    """
+    leading = _validate(logits, target, label_smoothing)
+    shard = VocabShard.of_equal_shards(group, logits.shape[-1])
+    labels = target.reshape(-1)
+    if _labels_are_checked(check_labels, logits):
+        _check_labels(target, shard.total_columns, ignore_index)
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if overwrite_input and needs_gradient:
+        _check_overwritable(logits)
+    loss, stats = _CrossEntropy.apply(
+        logits,
+        labels,
+        shard,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss_weight),
+        return_statistics,
+        overwrite_input,
+    )
+    if reduce_loss:
+        # on this rank's tokens; no host synchronisation: the count stays where the labels are
+        loss = loss.sum() / (labels != ignore_index).sum().clamp(min=1)
+    else:
+        loss = loss.view(leading)
+    if not return_statistics:
+        return loss
+    lse, target_log_prob, entropy, correct = (row.view(leading) for row in stats)
+    return loss, CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Logits [N, C] or [A, B, C] and labels [N] to (loss [N], statistics [4, N] or None)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        shard: VocabShard,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        statistics: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        stats: Tensor | None
+        if torch.compiler.is_compiling():
+            loss, saved, stats = dispatch.forward_operator(
+                logits,
+                labels,
+                shard.group.group_name if shard.group is not None else "",
+                shard.first_column,
+                shard.total_columns,
+                shard.equal,
+                ignore_index,
+                label_smoothing,
+                z_loss_weight,
+                statistics,
+            )
+        else:
+            loss, saved, stats = dispatch.forward_pass(
+                logits, labels, shard, ignore_index, label_smoothing, z_loss_weight, statistics
+            )
+        if stats is not None:
+            ctx.mark_non_differentiable(stats)
+        ctx.save_for_backward(logits, labels, saved)
+        ctx.options = (shard, ignore_index, label_smoothing, z_loss_weight)
+        ctx.overwrite = overwrite
+        ctx.overwritten = False
+        return loss, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            raise RuntimeError(
+                "parallel_cross_entropy has no second derivative: call backward() or torch.autograd.grad() without "
+                "create_graph=True."
+            )
+        if ctx.overwritten:
+            raise RuntimeError(
+                "parallel_cross_entropy(overwrite_input=True) has already replaced the logits by their gradient in the "
+                "first backward; pass overwrite_input=False to go backward twice (retain_graph=True)."
+            )
+        logits, labels, saved = ctx.saved_tensors
+        shard, ignore_index, label_smoothing, z_loss_weight = ctx.options
+        grad_rows = grad_loss.reshape(-1)
+        if compiling:
+            grad = dispatch.backward_operator(
+                logits,
+                labels,
+                saved,
+                grad_rows,
+                shard.first_column,
+                shard.total_columns,
+                ignore_index,
+                label_smoothing,
+                z_loss_weight,
+            )
+            return grad, *([None] * 7)
+        grad = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        if labels.numel():
+            dispatch.backward_pass(
+                logits, labels, saved, grad_rows, grad, shard, ignore_index, label_smoothing, z_loss_weight
+            )
+        if ctx.overwrite:
+            torch.autograd.graph.increment_version(logits)
+            ctx.overwritten = True
+        return grad, *([None] * 7)
+
+
+def _validate(logits: Tensor, target: Tensor, label_smoothing: float) -> torch.Size:
+    """Checks that need no other rank; returns the loss's shape."""
+    if logits.dtype not in _LOGITS_DTYPES:
+        raise TypeError(f"inp has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64 logits.")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"target has dtype {target.dtype}, expected int64 or int32 class ids (probabilities are not supported)."
+        )
+    if logits.dim() not in (2, 3):
+        raise ValueError(
+            f"inp has shape {tuple(logits.shape)}, expected [N, V], [b, s, V] or [s, b, V] with the vocabulary last."
+        )
+    leading = logits.shape[:-1]
+    if target.numel() != leading.numel():
+        raise ValueError(
+            f"target has shape {tuple(target.shape)} = {target.numel()} labels, expected one for each of the "
+            f"{leading.numel()} rows of inp {tuple(logits.shape)}."
+        )
+    if target.device != logits.device:
+        raise ValueError(f"target is on {target.device} and inp on {logits.device}: move both to one device.")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1.")
+    return leading
+
+
+def _labels_are_checked(check_labels: bool | None, logits: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    setting = os.environ.get("MCE_CHECK_LABELS")
+    if setting is not None:
+        return setting == "1"
+    return logits.device.type == "cpu" if check_labels is None else check_labels
+
+
+def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
+    bad = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if bool(bad.any()):
+        where = tuple(int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"target[{', '.join(map(str, where))}] is {int(target[where])}, expected a class in [0, {classes}) or ignore_idx "
+            f"{ignore_index}; mark tokens without a target by ignore_idx."
+        )
+
+
+def _check_overwritable(logits: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("overwrite_input=True does not work under torch.compile: pass overwrite_input=False.")
+    if logits.is_leaf:
+        raise ValueError(
+            "overwrite_input=True needs logits that are an intermediate result, and these are a leaf whose values would "
+            "be lost to their own gradient: pass overwrite_input=False."
+        )
+    if has_overlapping_elements(logits):
+        raise ValueError(
+            f"overwrite_input=True needs logits whose elements do not share memory, and these have strides "
+            f"{logits.stride()} for shape {tuple(logits.shape)}: pass overwrite_input=False."
+        )

@@ -1,0 +1,250 @@
+"""Launches the Triton kernels: layouts, tile sizes, buffers. Signatures as in `reference`.
+
+Tile sizes were measured on an H200 (docs/performance.md); `BLOCK` columns are one tile, one program's loop step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_ce_adaptor.implementations import cuda_kernels as kernels
+from megatron_ce_adaptor.implementations.rows import Rows, rows_of
+
+HEADER = 4
+INTERPRETED: bool = not isinstance(kernels.merge_kernel, triton.runtime.JITFunction)
+NAME = "cuda (interpreter)" if INTERPRETED else "cuda"
+
+_ALIGNED, _PEELED, _STRIDED = 0, 1, 2
+_VECTOR_BYTES = 16
+_MERGE_BLOCK = 256
+_MAX_PROGRAMS = 2**31 - 1
+
+
+class Tile(NamedTuple):
+    """Columns of a tile, warps of its program, software-pipelining stages of its loop."""
+
+    block: int
+    warps: int
+    stages: int = 1
+
+
+# By bytes per logit. Forward: one program a row; few rows leave SMs idle, so each gets more warps and a wider tile.
+_FORWARD = {2: Tile(4096, 8), 4: Tile(8192, 8, 2), 8: Tile(4096, 8)}
+_FORWARD_FEW_ROWS = {2: Tile(16384, 32), 4: Tile(16384, 32), 8: Tile(8192, 32)}
+_FEW_ROWS = 132
+_GRADIENT = {2: Tile(4096, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
+_GRADIENT_UNALIGNED = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
+
+
+def _fit(tile: Tile, columns: int, vec: int) -> Tile:
+    """The same tile, no wider than the row needs; a thread holds at least one vector."""
+    block = min(tile.block, max(triton.next_power_of_2(columns), 32 * vec))
+    warps = min(tile.warps, max(block // (32 * vec), 1))
+    return Tile(block, warps, tile.stages)
+
+
+class _Layout(NamedTuple):
+    kind: int
+    tensor: Tensor  # whose address is a multiple of 16 bytes if kind is _PEELED
+    lead: int  # elements between that address and the first logit
+
+
+def _layout(x: Tensor, rows: Rows) -> _Layout:
+    vec = _VECTOR_BYTES // x.element_size()
+    if rows.column_stride != 1 and rows.columns > 1:
+        return _Layout(_STRIDED, x, 0)
+    lead = x.data_ptr() % _VECTOR_BYTES // x.element_size()
+    regular = rows.inner_stride % vec == 0 and rows.outer_stride % vec == 0
+    if lead == 0:
+        return _Layout(_ALIGNED if regular and rows.columns % vec == 0 else _PEELED, x, 0)
+    if lead <= x.storage_offset():
+        # The kernel counts from an aligned address, so that its vectors are provably aligned.
+        return _Layout(_PEELED, x.as_strided(x.shape, x.stride(), x.storage_offset() - lead), lead)
+    return _Layout(_STRIDED, x, 0)
+
+
+def _common_layout(x: Tensor, x_rows: Rows, out: Tensor, out_rows: Rows) -> tuple[_Layout, Tensor]:
+    """A layout both tensors have, and `out` as the kernel wants it."""
+    a = _layout(x, x_rows)
+    if out is x:
+        return a, a.tensor
+    b = _layout(out, out_rows)
+    vec = _VECTOR_BYTES // x.element_size()
+    alike = (
+        a.lead == b.lead
+        and (x_rows.inner_stride - out_rows.inner_stride) % vec == 0
+        and x_rows.inner == out_rows.inner
+        and (x_rows.outer_stride - out_rows.outer_stride) % vec == 0
+    )
+    if a.kind == _STRIDED or b.kind == _STRIDED or not alike:
+        return _Layout(_STRIDED, x, 0), out
+    return _Layout(max(a.kind, b.kind), a.tensor, a.lead), b.tensor
+
+
+def _on_device_of(x: Tensor) -> Any:
+    """Triton launches on the current device, which need not be the logits'."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_grid(programs: int, what: str) -> None:
+    if programs > _MAX_PROGRAMS:
+        raise ValueError(
+            f"{what} would need {programs} programs, more than a grid's {_MAX_PROGRAMS}: split the batch into smaller calls."
+        )
+
+
+def _launch_statistics(
+    logits: Tensor,
+    target: Tensor,
+    payload: Tensor,
+    loss: Tensor,
+    saved: Tensor,
+    stats: Tensor,
+    *,
+    first_column: int,
+    total_columns: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    statistics: bool,
+    split_vocab: bool,
+) -> None:
+    rows = rows_of(logits)
+    _check_grid(rows.count, f"{rows.count} rows of logits")
+    size = logits.element_size()
+    vec = _VECTOR_BYTES // size
+    layout = _layout(logits, rows)
+    table = _FORWARD_FEW_ROWS if rows.count < _FEW_ROWS else _FORWARD
+    tile = _fit(table[size], rows.columns, vec)
+    with _on_device_of(logits):
+        kernels.row_statistics_kernel[(rows.count,)](
+            layout.tensor, layout.lead, rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
+            target, target.stride(0),
+            payload, loss, saved, stats,
+            rows.count, rows.columns, first_column, total_columns, ignore_index,
+            label_smoothing, z_loss_weight,
+            BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level,
+            SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0, STATISTICS=statistics, SPLIT_VOCAB=split_vocab,
+            STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def row_statistics(
+    logits: Tensor, target: Tensor, *, first_column: int, ignore_index: int, smooth: bool, statistics: bool
+) -> Tensor:
+    """See `reference.row_statistics`."""
+    n = target.numel()
+    k = 3 + smooth + statistics
+    payload = torch.empty(k * n + HEADER, dtype=_accumulation_dtype(logits), device=logits.device)
+    if n == 0:
+        payload.zero_()
+        return payload
+    _launch_statistics(
+        logits, target, payload, payload, payload, payload,
+        first_column=first_column, total_columns=0, ignore_index=ignore_index,
+        label_smoothing=1.0 if smooth else 0.0, z_loss_weight=0.0, statistics=statistics, split_vocab=True,
+    )  # fmt: skip
+    return payload
+
+
+def _result_buffers(target: Tensor, dtype: torch.dtype, statistics: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """loss [N], saved [3, N], stats [4, N] (stats is saved, unused, without statistics)."""
+    n = target.numel()
+    loss = torch.empty(n, dtype=dtype, device=target.device)
+    saved = torch.empty(3, n, dtype=dtype, device=target.device)
+    stats = torch.empty(4, n, dtype=dtype, device=target.device) if statistics else saved
+    return loss, saved, stats
+
+
+def merge(
+    gathered: Tensor,
+    target: Tensor,
+    *,
+    total_columns: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    statistics: bool,
+    equal_shards: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `reference.merge`."""
+    n = target.numel()
+    loss, saved, stats = _result_buffers(target, gathered.dtype, statistics)
+    if n:
+        smooth = label_smoothing > 0
+        with _on_device_of(gathered):
+            kernels.merge_kernel[(triton.cdiv(n, _MERGE_BLOCK),)](
+                gathered, target, target.stride(0), loss, saved, stats,
+                n, total_columns, ignore_index, label_smoothing, z_loss_weight,
+                WORLD=gathered.shape[0], K=3 + smooth + statistics, BLOCK=_MERGE_BLOCK,
+                SMOOTH=smooth, Z_LOSS=z_loss_weight != 0, STATISTICS=statistics, EQUAL_SHARDS=equal_shards,
+            )  # fmt: skip
+    return loss, saved, stats if statistics else None
+
+
+def forward(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    total_columns: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `reference.forward`; here one kernel."""
+    loss, saved, stats = _result_buffers(target, _accumulation_dtype(logits), statistics)
+    if target.numel():
+        _launch_statistics(
+            logits, target, saved, loss, saved, stats,
+            first_column=0, total_columns=total_columns, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss_weight=z_loss_weight, statistics=statistics, split_vocab=False,
+        )  # fmt: skip
+    return loss, saved, stats if statistics else None
+
+
+def gradient(
+    logits: Tensor,
+    target: Tensor,
+    saved: Tensor,
+    grad_loss: Tensor,
+    out: Tensor,
+    *,
+    first_column: int,
+    total_columns: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+) -> None:
+    """See `reference.gradient`."""
+    rows = rows_of(logits)
+    if rows.count == 0 or rows.columns == 0:
+        return
+    size = logits.element_size()
+    vec = _VECTOR_BYTES // size
+    out_rows = rows if out is logits else rows_of(out)
+    layout, out = _common_layout(logits, rows, out, out_rows)
+    tile = _fit((_GRADIENT if layout.kind == _ALIGNED else _GRADIENT_UNALIGNED)[size], rows.columns, vec)
+    tiles_per_row = triton.cdiv(rows.columns, tile.block)
+    _check_grid(rows.count * tiles_per_row, f"the gradient of {rows.count} x {rows.columns} logits")
+    with _on_device_of(logits):
+        kernels.gradient_kernel[(rows.count * tiles_per_row,)](
+            layout.tensor, layout.lead, rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
+            out, out_rows.inner, out_rows.outer_stride, out_rows.inner_stride, out_rows.column_stride,
+            target, target.stride(0), grad_loss, grad_loss.stride(0), saved,
+            rows.count, rows.columns, tiles_per_row, first_column, total_columns, ignore_index,
+            label_smoothing, z_loss_weight,
+            BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level, G_TWO_LEVEL=out_rows.two_level,
+            SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0, num_warps=tile.warps,
+        )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Which columns of the vocabulary this rank holds, and the one collective of the cross entropy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Shards whose sizes were once compared on the host; on a device comparing means waiting for it, so it is done once each.
+_compared: set[tuple[str, int]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabShard:
+    """Columns [first_column, first_column + columns) of a vocabulary of total_columns, on one rank of a group.
+
+    Attributes:
+        group: the process group over which the vocabulary is split, or None on one rank.
+        rank, world_size: this rank's place in the group.
+        equal: the shards' sizes were not described but taken to be equal (`VocabShard.of_equal_shards`); the gathered
+            payloads are then checked for it.
+    """
+
+    group: Any
+    rank: int
+    world_size: int
+    first_column: int
+    columns: int
+    total_columns: int
+    equal: bool
+
+    @classmethod
+    def of_equal_shards(cls, group: Any, columns: int) -> VocabShard:
+        """The shard of a rank that knows only its own number of columns: rank r holds [r * columns, (r + 1) * columns).
+
+        Raises:
+            ValueError: this process is not a member of `group`.
+        """
+        if group is None:
+            return cls(None, 0, 1, 0, columns, columns, True)
+        world_size, rank = group.size(), group.rank()
+        if rank < 0:
+            raise ValueError(
+                "dist_process_group does not contain this process; pass the tensor-parallel group of this rank."
+            )
+        if world_size == 1:
+            return cls(None, 0, 1, 0, columns, columns, True)
+        return cls(group, rank, world_size, rank * columns, columns, world_size * columns, True)
+
+    def gather(self, payload: Tensor, header: int) -> Tensor:
+        """All ranks' payloads in rank order: the only collective of the operation.
+
+        Args:
+            payload: [P], the same P on every rank; its last `header` elements describe the shard's size.
+
+        Returns:
+            [W, P].
+
+        Raises:
+            ValueError: on every rank alike, if the sizes were taken to be equal and are not. On CPU each call is
+                checked; on a device the first call with a group and size is (it waits for the device), later ones
+                are marked by NaN losses on all ranks.
+        """
+        gathered = payload.new_empty(self.world_size * payload.numel())
+        dist.all_gather_into_tensor(gathered, payload, group=self.group)
+        gathered = gathered.view(self.world_size, payload.numel())
+        if self.equal and self._must_compare(payload):
+            high_low = gathered[:, -header:][:, :2].tolist()
+            sizes = [int(high) * 65536 + int(low) for high, low in high_low]
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    f"the vocabulary shards have {sizes} columns on ranks 0..{self.world_size - 1} of the group, expected "
+                    "the same number on every rank: pad the vocabulary to a multiple of the tensor-parallel size, or use "
+                    "a function that is told the whole vocabulary's size."
+                )
+        return gathered
+
+    def _must_compare(self, payload: Tensor) -> bool:
+        if payload.device.type == "cpu":
+            return True
+        key = (self.group.group_name, self.columns)
+        if key in _compared or (payload.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        _compared.add(key)
+        return True
