@@ -1,0 +1,98 @@
+"""Fixtures of the unit tests: on which device and implementation a test runs, and processes for tensor parallelism.
+
+The whole set runs once per kind: on the CPU with the reference implementation; on the CPU with the Triton kernels in
+the interpreter (`TRITON_INTERPRET=1 pytest -m interpreter`, a run of its own because Triton reads the variable when
+it is imported); on an NVIDIA GPU with the compiled kernels (`pytest -m gpu`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # --import-mode=importlib leaves it out; ranks inherit it
+
+from poison import poisoned_empty as poisoned_empty_context
+from tp_harness import RankPool
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a test puts its tensors, and which implementation `MCE_IMPLEMENTATION` asks for."""
+
+    name: str
+    type: str
+    implementation: str
+
+    def rows(self, wanted: int, vocab: int) -> int:
+        """`wanted` rows, or as many of them as the interpreter gets through in a moment (at least one)."""
+        return wanted if self.name != "interpreter" else min(wanted, max(1, 40_000 // max(1, vocab)))
+
+
+REFERENCE = Device("reference", "cpu", "reference")
+INTERPRETER = Device("interpreter", "cpu", "triton")
+COMPILED = Device("compiled", "cuda", "triton")
+
+
+def _devices(with_reference: bool = True) -> list[object]:
+    if INTERPRETED:
+        interpreter = [pytest.param(INTERPRETER, id="cpu/interpreter", marks=pytest.mark.interpreter)]
+        why_not = "TRITON_INTERPRET=1 is set: kernels are interpreted, not compiled"
+    else:
+        interpreter = []
+        why_not = "" if torch.cuda.is_available() else "no NVIDIA GPU"
+    no_gpu = pytest.mark.skipif(bool(why_not), reason=why_not)
+    return [
+        *([pytest.param(REFERENCE, id="cpu/reference")] if with_reference else []),
+        *interpreter,
+        pytest.param(COMPILED, id="cuda/compiled", marks=[pytest.mark.gpu, no_gpu]),
+    ]
+
+
+@pytest.fixture(params=_devices())
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The kinds a test runs on, one after the other, with `MCE_IMPLEMENTATION` set accordingly."""
+    return _select(request.param, monkeypatch)
+
+
+@pytest.fixture(params=_devices(with_reference=False))
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """As `device`, for what holds for the Triton kernels and not for the reference implementation."""
+    return _select(request.param, monkeypatch)
+
+
+def _select(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
+    monkeypatch.setenv("MCE_IMPLEMENTATION", device.implementation)
+    monkeypatch.delenv("MCE_CHECK_LABELS", raising=False)
+    monkeypatch.delenv("TE_PARALLEL_CE_FORCE_TRITON", raising=False)
+    return device
+
+
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
+    """`torch.empty` and its relatives hold NaN."""
+    with poisoned_empty_context():
+        yield
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """`rank_pools(world_size)`: processes that stay up for the session, started on first use, restarted after a failure."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
