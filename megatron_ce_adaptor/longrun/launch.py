@@ -1,0 +1,394 @@
+"""``megatron-ce pretrain``: check, start one training run under torchrun, watch it, leave a record of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from megatron_ce_adaptor.longrun import environment, preflight, processes
+from megatron_ce_adaptor.longrun.config import (
+    DEVICES,
+    IMPLEMENTATIONS,
+    ConfigError,
+    Layout,
+    RunConfig,
+    load_config,
+)
+from megatron_ce_adaptor.longrun.files import strict_json, write_atomically
+from megatron_ce_adaptor.longrun.megatron_log import LogError, parse_log
+from megatron_ce_adaptor.longrun.preflight import Refused
+from megatron_ce_adaptor.longrun.run_record import LaunchStatus, write_commands
+
+COMPLETE, FAILED, REFUSED = 0, 1, 2
+
+TRAINING_MODULE = "megatron_ce_adaptor.megatron.pretrain"
+
+# torchrun gives the other ranks 30 s to follow a failed one, then kills them; after that it is our turn.
+RANK_LOSS_SECONDS = 40.0
+STOP_GRACE_SECONDS = 10.0
+LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record
+
+EPILOG = """\
+exit status:
+  0      the run is complete: training ended well and the log reaches the last step
+  1      the training failed or was stopped; DIR/NAME.failed.log and DIR/NAME.status.json say how far it came
+  2      refused before the start: configuration, process count, data, port or output folder
+  128+N  stopped by signal N
+
+environment:
+  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines; on one, a free port is taken
+  NPUS_PER_NODE                                 processes on this machine, if --nproc is not given
+  MEGATRON_PATH                                 a Megatron-LM checkout whose pretrain_gpt.py is run
+  DRY_RUN=1                                     the same as --dry-run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``megatron-ce pretrain``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("--config", required=True, help="the run, such as configs/cpu_small.yaml")
+    parser.add_argument("--impl", required=True, choices=IMPLEMENTATIONS, help="which cross entropy trains")
+    parser.add_argument("--steps", type=int, help="steps to train instead of the configuration's")
+    parser.add_argument("--nproc", type=int, help="processes on this machine; default NPUS_PER_NODE or 8")
+    parser.add_argument("--out", type=Path, help="folder for log and records; default runs/<configuration>")
+    parser.add_argument("--name", help="what the run's files are called in --out; default the implementation")
+    parser.add_argument(
+        "--device", choices=DEVICES, help="default MCE_DEVICE, then the configuration's DEVICE"
+    )
+    parser.add_argument(
+        "--entry",
+        default=TRAINING_MODULE,
+        metavar="MODULE|FILE.py",
+        help="what torchrun runs with Megatron's arguments; default %(default)s",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print environment and torchrun line, start nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``megatron-ce pretrain`` for the parsed arguments; returns the exit status, see EPILOG."""
+    try:
+        plan = make_plan(args, os.environ)
+        if args.dry_run or os.environ.get("DRY_RUN", "0") not in ("", "0"):
+            print(plan.as_shell())
+            return COMPLETE
+        preflight.check_data(plan.config, plan.variables)
+        preflight.check_port(plan.machines)
+        preflight.check_output_folder(plan.folder)
+        with open_log(plan.folder, plan.name) as log:
+            return _train(plan, log)
+    except (ConfigError, Refused) as error:
+        _complain(str(error))
+        return REFUSED
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch, decided: what to start, with which environment, and where its record goes."""
+
+    name: str  # of the files: <name>.log, <name>.status.json
+    implementation: str
+    config: RunConfig
+    layout: Layout
+    machines: preflight.Machines
+    processes: int  # on this machine
+    folder: Path
+    entry: list[str]  # torchrun's words for what it runs
+    variables: Mapping[str, str]  # the caller's environment and OUT_DIR: what references are replaced from
+    exports: dict[str, str]  # what the launcher adds beside ENV_VARS
+
+    @property
+    def steps(self) -> int:
+        return self.config.integer("--train-iters", 0, self.variables)
+
+    @property
+    def added_environment(self) -> dict[str, str]:
+        return {**self.exports, **self.config.environment_values(self.variables)}
+
+    @property
+    def command(self) -> list[str]:
+        beside = Path(sys.executable).with_name("torchrun")
+        torchrun = [str(beside)] if beside.exists() else [sys.executable, "-m", "torch.distributed.run"]
+        machines = self.machines
+        return [
+            *torchrun,
+            *("--nproc-per-node", str(self.processes)),
+            *("--nnodes", str(machines.nodes), "--node-rank", str(machines.node_rank)),
+            *("--master-addr", machines.address, "--master-port", str(machines.port)),
+            *self.entry,
+            *self.config.argument_vector(self.variables),
+        ]
+
+    def as_shell(self) -> str:
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.added_environment.items()]
+        return "\n".join([*exports, shlex.join(self.command)])
+
+
+def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
+    """Decide the launch, creating and starting nothing. Raises ConfigError or Refused."""
+    config = load_config(args.config).with_overrides(args.impl, args.steps)
+    if not config.is_set("--train-iters"):
+        raise ConfigError(
+            f"{config.path}, MODEL_ARGS: --train-iters is missing; give it there or use --steps."
+        )
+    name = args.name if args.name is not None else args.impl
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise Refused(f"--name {name!r} cannot name files: use letters, digits and underscores.")
+    folder = args.out if args.out is not None else Path("runs") / config.name
+    variables = {**environ, "OUT_DIR": str(folder)}
+    exports = {"OUT_DIR": str(folder)}
+    if args.device:  # asked for here, so the file's own choice gives way
+        config = replace(config, environment={**config.environment, "MCE_DEVICE": args.device})
+    elif device := environ.get("MCE_DEVICE") or config.device:
+        exports["MCE_DEVICE"] = device
+    machines = preflight.machines_from(environ)
+    count = args.nproc
+    if count is None:
+        text = environ.get("NPUS_PER_NODE") or "8"
+        if not text.isdecimal():
+            raise Refused(f"NPUS_PER_NODE is {text!r}: expected a number of processes.")
+        count = int(text)
+    return Plan(
+        name=name,
+        implementation=args.impl,
+        config=config,
+        layout=config.layout(count * machines.nodes, variables),
+        machines=machines,
+        processes=count,
+        folder=folder,
+        entry=[args.entry] if args.entry.endswith(".py") else ["-m", args.entry],
+        variables=variables,
+        exports=exports,
+    )
+
+
+# --- the log ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Open ``<name>.log.partial`` for this launch alone; an earlier log makes way for it."""
+    partial = folder / f"{name}.log.partial"
+    finished = folder / f"{name}.log"
+    try:
+        log = partial.open("ab")
+    except OSError as error:
+        raise Refused(f"{partial} cannot be written: {error.strerror or error}.") from error
+    with log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Refused(
+                f"Another launch is writing {partial}: wait for it or give another --out."
+            ) from None
+        log.truncate(0)
+        if finished.exists():
+            finished.replace(folder / f"{name}.previous.log")
+        (folder / f"{name}.failed.log").unlink(missing_ok=True)
+        yield log
+
+
+class Tee(threading.Thread):
+    """Copies what the ranks print to the terminal and to the log, byte for byte, as it comes."""
+
+    def __init__(self, source: BinaryIO, log: BinaryIO) -> None:
+        super().__init__(daemon=True, name="tee")
+        self.source = source
+        self.log: BinaryIO = log
+        self.log_error: OSError | None = None
+
+    def run(self) -> None:
+        terminal: BinaryIO | None = getattr(sys.stdout, "buffer", None)
+        # After an error the pipe is still emptied: ranks that cannot print would hang instead of ending.
+        while chunk := os.read(self.source.fileno(), 1 << 16):
+            if self.log_error is None:
+                try:
+                    self.log.write(chunk)
+                    self.log.flush()
+                except OSError as error:
+                    self.log_error = error
+            if terminal is not None:
+                try:
+                    terminal.write(chunk)
+                    terminal.flush()
+                except (OSError, ValueError):  # the reader, such as `head`, has gone; the run goes on
+                    terminal = None
+
+
+# --- the run ---------------------------------------------------------------------------------------------
+
+
+class _Signals:
+    """Holds back SIGINT, SIGTERM and SIGHUP while a run is on; remembers the first and counts them."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.count = 0
+        self._before: dict[int, signal.Handlers | int | None] = {}
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        self.count += 1
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._take)  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _train(plan: Plan, log: BinaryIO) -> int:
+    """Start the run, watch it to its end and record it; returns the exit status."""
+    status = LaunchStatus.of_started(plan.implementation, plan.steps, plan.layout)
+    folder = plan.folder
+    try:
+        status.write(folder, plan.name)
+        write_commands(
+            folder, plan.name, plan.config, plan.variables, plan.exports, plan.entry, plan.processes
+        )
+        write_atomically(folder / "env.json", strict_json(environment.collect()))
+    except OSError as error:
+        raise Refused(f"The output folder {folder} cannot be written: {error.strerror or error}.") from error
+
+    partial = folder / f"{plan.name}.log.partial"
+    with _Signals() as signals:
+        code, message = _supervise(plan, log, signals)
+    if code == 0:
+        try:
+            parse_log(partial)
+        except LogError as error:
+            code, message = FAILED, f"torchrun ended with 0, but the log is not that of a whole run: {error}"
+    final = folder / f"{plan.name}{'.log' if code == 0 else '.failed.log'}"
+    try:
+        partial.replace(final)
+        status.exit_code, status.complete, status.message = code, code == 0, message
+        status.write(folder, plan.name)
+    except OSError as error:
+        _complain(f"The record of this run could not be written to {folder}: {error.strerror or error}.")
+        code = code or FAILED
+    if code != COMPLETE:
+        _complain(f"{message} The log is {final}.")
+    return code
+
+
+def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:
+    """Run torchrun until it ends or must be ended; leaves no process. Returns exit status and a sentence."""
+    not_ours = set(processes.descendants(os.getpid()))
+    processes.set_subreaper(True)
+    child = subprocess.Popen(
+        plan.command,
+        env={**os.environ, **plan.added_environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=processes.end_with_parent,
+    )
+    assert child.stdout is not None
+    tee = Tee(child.stdout, log)  # type: ignore[arg-type]
+    tee.start()
+    try:
+        reason = _wait(child, plan, tee, signals)
+    finally:
+        ours = [pid for pid in processes.descendants(os.getpid()) if pid not in not_ours and pid != child.pid]
+        if child.poll() is None:
+            _stop(child, ours, signals)
+            ours = [p for p in processes.descendants(os.getpid()) if p not in not_ours and p != child.pid]
+        processes.end_all(ours, grace=0 if signals.count > 1 else 2)
+        processes.set_subreaper(False)
+        tee.join(timeout=10)
+        child.stdout.close()
+    if signals.number is not None:
+        return 128 + signals.number, f"The run was stopped by {signal.Signals(signals.number).name}."
+    if reason is None and tee.log_error is not None:
+        reason = _log_error(plan.folder, tee.log_error)
+    if reason is not None:
+        return FAILED, reason
+    if child.returncode != 0:
+        return FAILED, _why_torchrun_failed(child.returncode, Path(log.name))
+    return COMPLETE, f"All {plan.steps} steps are done."
+
+
+def _wait(child: subprocess.Popen[bytes], plan: Plan, tee: Tee, signals: _Signals) -> str | None:
+    """Wait for the end of torchrun; returns a reason to end it early, or None."""
+    folder = plan.folder
+    first_rank = plan.machines.node_rank * plan.processes
+    watch = processes.RankWatch(child.pid, range(first_rank, first_rank + plan.processes))
+    next_look = 0.0
+    while child.poll() is None:
+        if signals.number is not None:
+            return "stopped"
+        if tee.log_error is not None:
+            return _log_error(folder, tee.log_error)
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + 1
+            free = shutil.disk_usage(folder).free
+            if free < LEAST_FREE_WHILE_RUNNING:
+                left = f"{free / 2**20:.1f} MiB are left"
+                return f"The output folder {folder} is full: {left}, so the run was stopped."
+            missing = watch.look()
+            if missing > RANK_LOSS_SECONDS:
+                return (
+                    f"Rank {watch.lost_rank} ended and the others did not within {RANK_LOSS_SECONDS:.0f} s, "
+                    "so the run was stopped."
+                )
+        time.sleep(0.1)
+    return None
+
+
+def _stop(child: subprocess.Popen[bytes], below: list[int], signals: _Signals) -> None:
+    """Hand the signal on to torchrun, which ends its ranks; then end the rest. A second signal hurries."""
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(signals.number or signal.SIGTERM)
+    deadline = time.monotonic() + STOP_GRACE_SECONDS
+    first = signals.count
+    while child.poll() is None and time.monotonic() < deadline and signals.count <= max(first, 1):
+        time.sleep(0.05)
+    if child.poll() is None:
+        child.kill()
+        processes.end_all(below, grace=0)
+    child.wait()
+
+
+def _log_error(folder: Path, error: OSError) -> str:
+    return f"The log in {folder} cannot be written: {error.strerror or error}; the run was stopped."
+
+
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL)
+
+
+def _why_torchrun_failed(code: int, log: Path) -> str:
+    """A sentence about the first failed rank, from the report that torchrun prints at the end."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (1 << 16)))
+        match = _ROOT_CAUSE.search(file.read().decode("utf-8", "replace"))
+    if match is None:
+        return f"The training failed: torchrun ended with {code}."
+    rank, exit_code = match["rank"], int(match["code"])
+    how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
+    return f"The training failed: rank {rank} {how}."
+
+
+def _complain(sentence: str) -> None:
+    sys.stdout.flush()
+    print(f"megatron-ce pretrain: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# The common part of pretrain_moe_tp2_pp2_ep2_{native,te}.sh; to be sourced after `set -euo pipefail` and SCRIPT=...
+# shellcheck source=st_scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# The variables that a configuration may read. One that is set but not read would be ignored silently, so it is refused.
+PASSED_ON=(TP PP EP CP MBS GBS TRAIN_ITERS DATA_PATH TOKENIZER_MODEL CKPT_DIR)
+
+choose_device() {
+  if [ -n "${MCE_DEVICE:-}" ]; then
+    printf '%s\n' "$MCE_DEVICE"
+  elif npu-smi info > /dev/null 2>&1; then
+    echo npu
+  elif nvidia-smi -L > /dev/null 2>&1; then
+    echo cuda
+  else
+    echo cpu
+  fi
+}
+
+# Sets DEVICE and CONFIG and the device's environment.
+choose_configuration() {
+  DEVICE="$(choose_device)"
+  case "$DEVICE" in
+    cpu) source "$REPO/st_scripts/env_cpu.sh"; CONFIG="${CONFIG:-configs/cpu_small.yaml}" ;;
+    cuda) source "$REPO/st_scripts/env_gpu.sh"; CONFIG="${CONFIG:-configs/gpu_moe_8rank.yaml}" ;;
+    npu) source "$REPO/st_scripts/env_npu.sh"; CONFIG="${CONFIG:-configs/a2_8p.yaml}" ;;
+    *) die 2 "MCE_DEVICE=$DEVICE is unknown; choose cpu, cuda or npu." ;;
+  esac
+  CONFIG="${CONFIG#"$REPO"/}"
+  [ -f "$CONFIG" ] || die 2 "there is no configuration $CONFIG; set CONFIG to one of configs/*.yaml."
+}
+
+# Where there is no .venv, PYTHON names the Python of the Ascend stack (MegatronAdaptor, torch_npu).
+python_of_stack() {
+  local python="${PYTHON:-$VENV_PYTHON}"
+  "$python" -c '' 2> /dev/null || die 2 "$python does not start; set PYTHON, or run st_scripts/setup_env.sh."
+  printf '%s\n' "$python"
+}
+
+run_pretrain() { # run_pretrain IMPLEMENTATION ARGUMENTS...
+  local implementation="$1" name python
+  shift
+  case "${1:-}" in -h | --help) show_help; exit 0 ;; esac
+  choose_configuration
+  NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+  NNODES="${NNODES:-1}"
+  local processes=$((NPUS_PER_NODE * NNODES))
+  if [ "${WORLD_SIZE:-$processes}" != "$processes" ]; then
+    die 2 "WORLD_SIZE=$WORLD_SIZE, but NPUS_PER_NODE $NPUS_PER_NODE x NNODES $NNODES = $processes; unset WORLD_SIZE."
+  fi
+  unset WORLD_SIZE # torchrun sets it for every rank
+  export NPUS_PER_NODE NNODES
+  for name in "${PASSED_ON[@]}"; do
+    [ -n "${!name:-}" ] || continue
+    grep -Eq "\$\{${name}(:-|\})" "$CONFIG" || die 2 "$CONFIG does not read $name; write the value there or unset $name."
+    export "${name?}"
+  done
+
+  python="$(python_of_stack)"
+  exec "$python" -m megatron_ce_adaptor.cli pretrain --config "$CONFIG" --impl "$implementation" --device "$DEVICE" "$@"
+}
