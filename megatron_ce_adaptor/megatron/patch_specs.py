@@ -95,10 +95,14 @@ def load_patch_specs(folder: Path | None = None) -> tuple[PatchSpec, ...]:
 
 
 def version_in(version: str, specifier: str) -> bool:
-    """Whether a version lies in a PEP 440 range; pre-releases and local versions count."""
-    from packaging.specifiers import SpecifierSet
+    """Whether a version lies in a PEP 440 range; pre-releases and local versions count.
 
-    return SpecifierSet(specifier).contains(version, prereleases=True)
+    Raises ValueError for a version that is not PEP 440, ImportError without the package ``packaging``.
+    """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    return SpecifierSet(specifier).contains(Version(version), prereleases=True)
 
 
 def _read(path: Path) -> PatchSpec:

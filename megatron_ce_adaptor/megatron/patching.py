@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
+import runpy
 import sys
 import threading
 import warnings
@@ -176,13 +178,25 @@ def patch_status() -> PatchStatus:
 
 def megatron_version() -> str | None:
     """Version of the imported megatron-core, ``None`` if it is not imported or does not say."""
-    if "megatron.core" not in sys.modules:
+    core = sys.modules.get("megatron.core")
+    if core is None:
         return None
-    try:  # a leaf module; megatron.core imports it too, but only after the modules we patch
-        version = importlib.import_module("megatron.core.package_info").__version__
-    except (ImportError, AttributeError):
-        version = getattr(sys.modules["megatron.core"], "__version__", None)
+    package_info = sys.modules.get("megatron.core.package_info")
+    version = vars(package_info).get("__version__") if package_info is not None else None
+    version = version or vars(core).get("__version__") or _version_on_disk(tuple(getattr(core, "__path__", ())))
     return version if isinstance(version, str) else None
+
+
+@functools.cache
+def _version_on_disk(folders: tuple[str, ...]) -> Any:
+    """The version, before megatron.core has imported its package_info (which is after modules we patch).
+
+    The file is run, not imported: an import from within another thread's import can deadlock.
+    """
+    for folder in folders:
+        if os.path.isfile(path := os.path.join(folder, "package_info.py")):
+            return runpy.run_path(path).get("__version__")
+    return None
 
 
 # ------------------------------------------------------------------------ called by the import hook

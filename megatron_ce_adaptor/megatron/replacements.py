@@ -154,8 +154,7 @@ def _refuses_te(validate_args: Callable[..., Any]) -> bool:
     If another package has wrapped it beyond recognition, yes: showing ``native`` to a function that does
     not look is harmless, being refused is not.
     """
-    innermost = inspect.unwrap(validate_args)
-    if getattr(innermost, "__name__", "") != "validate_args":
+    if getattr(inspect.unwrap(validate_args), "__module__", None) != "megatron.training.arguments":
         return True
     codes = [function.__code__ for function in _chain(validate_args) if hasattr(function, "__code__")]
     return not codes or any("cross_entropy_fusion_impl" in _names(code) for code in codes)
