@@ -1,7 +1,8 @@
 """megatron_ce_adaptor: cross entropy for vocabularies split over tensor-parallel ranks.
 
 Importing the package installs the Megatron import hook (MCE_AUTO_PATCH=0 opts out), so that Megatron-Core's
-`--cross-entropy-loss-fusion --cross-entropy-fusion-impl te` runs this package's kernel. Everything else is loaded on
+`--cross-entropy-loss-fusion --cross-entropy-fusion-impl te` runs this package's kernel. Everything else is
+loaded on
 first use: `import megatron_ce_adaptor` alone imports neither torch nor Megatron.
 """
 

@@ -48,46 +48,55 @@ def parallel_cross_entropy(
     return_statistics: bool = False,
     _input: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:
-    """Cross entropy over a vocabulary split across tensor-parallel ranks, with TransformerEngine 2.17's signature.
+    """Cross entropy over a vocabulary split across tensor-parallel ranks, with TransformerEngine 2.17's
+    signature.
 
-    loss = (1 - ls) * -log p[target] + ls * mean over classes of -log p + z_loss_weight * lse^2, lse = log sum exp:
-    PyTorch's label smoothing over the whole vocabulary (Szegedy et al. 2016), PaLM's z-loss (Chowdhery et al. 2022).
-    Computed in fp32 (fp64 for fp64 logits), gradients rounded once to the logits' dtype. Deterministic, no host
-    synchronisation on devices, usable in captured CUDA graphs and, out of place, under torch.compile.
+    loss = (1 - ls) * -log p[target] + ls * mean over classes of -log p + z_loss_weight * lse^2, lse = log sum
+    exp: PyTorch's label smoothing over the whole vocabulary (Szegedy et al. 2016), PaLM's z-loss (Chowdhery
+    et al. 2022). Computed in fp32 (fp64 for fp64 logits), gradients rounded once to the logits' dtype.
+    Deterministic, no host synchronisation on devices, usable in captured CUDA graphs and, out of place, under
+    torch.compile.
 
-    Collectives: one all_gather_into_tensor of 3 to 5 numbers a token in forward if the group has several ranks, none
+    Collectives: one all_gather_into_tensor of 3 to 5 numbers a token in forward if the group has several
+        ranks, none
     in backward. The loss is bitwise the same on every rank of the group.
 
     Args:
-        inp: logits [N, V/W], [b, s, V/W] or [s, b, V/W] of this rank's columns, fp16, bf16, fp32 or fp64, any strides;
-            rank r of W holds columns r * V/W to (r + 1) * V/W. Forward never writes them.
-        target: class ids of the whole vocabulary, int32 or int64, as many as inp has rows, in the order of its rows.
+        inp: logits [N, V/W], [b, s, V/W] or [s, b, V/W] of this rank's columns, fp16, bf16, fp32 or fp64, any
+            strides; rank r of W holds columns r * V/W to (r + 1) * V/W. Forward never writes them.
+        target: class ids of the whole vocabulary, int32 or int64, as many as inp has rows, in the order of
+            its rows.
         label_smoothing: in [0, 1).
-        reduce_loss: return the sum over this call's tokens divided by max(1, number of targets other than ignore_idx).
+        reduce_loss: return the sum over this call's tokens divided by max(1, number of targets other than
+            ignore_idx).
         dist_process_group: the group the vocabulary is split over; None for an unsplit one.
         ignore_idx: label whose rows have loss 0 and gradient 0; may be a class.
         is_cg_capturable: accepted for TransformerEngine's callers; every call is capturable.
-        overwrite_input: write the gradient into the logits' memory in backward: no logits-sized allocation. The
-            logits' version is bumped, so a later backward that needs their values raises instead of reading gradients.
+        overwrite_input: write the gradient into the logits' memory in backward: no logits-sized allocation.
+            The logits' version is bumped, so a later backward that needs their values raises instead of
+            reading gradients.
         z_loss_weight: weight of lse^2 on rows that are not ignored.
         return_statistics: also return `CrossEntropyStatistics`.
         _input: deprecated name of inp (FutureWarning); overrides it.
 
     Returns:
-        The loss, fp32 (fp64 for fp64 logits), of inp's leading shape, or 0-d with reduce_loss; or (loss, statistics).
+        The loss, fp32 (fp64 for fp64 logits), of inp's leading shape, or 0-d with reduce_loss; or (loss,
+        statistics).
 
     Raises:
         TypeError: a tensor is of an unsupported dtype.
-        ValueError: shapes that do not fit; label_smoothing out of range; a label that is neither a class nor ignore_idx
-            (checked on CPU, on a device with MCE_CHECK_LABELS=1; unchecked, its loss is lse - max of the row and its
-            gradient the softmax); shards of unequal sizes (on all ranks); overwrite_input with logits that are a leaf
-            or overlap in memory; an unknown MCE_IMPLEMENTATION.
-        RuntimeError: the requested implementation cannot run here; a second backward after overwrite_input; second
-            derivatives (create_graph=True).
+        ValueError: shapes that do not fit; label_smoothing out of range; a label that is neither a class nor
+            ignore_idx (checked on CPU, on a device with MCE_CHECK_LABELS=1; unchecked, its loss is lse - max
+            of the row and its gradient the softmax); shards of unequal sizes (on all ranks); overwrite_input
+            with logits that are a leaf or overlap in memory; an unknown MCE_IMPLEMENTATION.
+        RuntimeError: the requested implementation cannot run here; a second backward after overwrite_input;
+            second derivatives (create_graph=True).
     """
     if _input is not None:
         warnings.warn(
-            "parallel_cross_entropy: the argument '_input' is deprecated, pass 'inp'.", FutureWarning, stacklevel=2
+            "parallel_cross_entropy: the argument '_input' is deprecated, pass 'inp'.",
+            FutureWarning,
+            stacklevel=2,
         )
         inp = _input
     return cross_entropy(
@@ -120,7 +129,8 @@ def cross_entropy(
     """What `parallel_cross_entropy` does, for the package's doors.
 
     Args:
-        check_labels: raise for labels that are no class; None: on CPU yes, on devices no. MCE_CHECK_LABELS=0|1 wins.
+        check_labels: raise for labels that are no class; None: on CPU yes, on devices no.
+            MCE_CHECK_LABELS=0|1 wins.
     """
     leading = _validate(logits, target, label_smoothing)
     shard = VocabShard.of_equal_shards(group, logits.shape[-1])
@@ -155,7 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Logits [N, C] or [A, B, C] and labels [N] to (loss [N], statistics [4, N] or None)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
@@ -193,17 +203,18 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not compiling:
             raise RuntimeError(
-                "parallel_cross_entropy has no second derivative: call backward() or torch.autograd.grad() without "
-                "create_graph=True."
+                "parallel_cross_entropy has no second derivative: call backward() or torch.autograd.grad() "
+                "without create_graph=True."
             )
         if ctx.overwritten:
             raise RuntimeError(
-                "parallel_cross_entropy(overwrite_input=True) has already replaced the logits by their gradient in the "
-                "first backward; pass overwrite_input=False to go backward twice (retain_graph=True)."
+                "parallel_cross_entropy(overwrite_input=True) has already replaced the logits by "
+                "their gradient in the first backward; pass overwrite_input=False to go backward twice "
+                "(retain_graph=True)."
             )
         logits, labels, saved = ctx.saved_tensors
         shard, ignore_index, label_smoothing, z_loss_weight = ctx.options
@@ -235,14 +246,16 @@ class _CrossEntropy(torch.autograd.Function):
 def _validate(logits: Tensor, target: Tensor, label_smoothing: float) -> torch.Size:
     """Checks that need no other rank; returns the loss's shape."""
     if logits.dtype not in _LOGITS_DTYPES:
-        raise TypeError(f"inp has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64 logits.")
+        raise TypeError(
+            f"inp has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64 logits."
+        )
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(
-            f"target has dtype {target.dtype}, expected int64 or int32 class ids (probabilities are not supported)."
+            f"target has dtype {target.dtype}, expected int64 or int32 class ids (not probabilities)."
         )
     if logits.dim() not in (2, 3):
         raise ValueError(
-            f"inp has shape {tuple(logits.shape)}, expected [N, V], [b, s, V] or [s, b, V] with the vocabulary last."
+            f"inp has shape {tuple(logits.shape)}, expected [N, V], [b, s, V] or [s, b, V], vocabulary last."
         )
     leading = logits.shape[:-1]
     if target.numel() != leading.numel():
@@ -271,18 +284,20 @@ def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
     if bool(bad.any()):
         where = tuple(int(i) for i in bad.nonzero()[0])
         raise ValueError(
-            f"target[{', '.join(map(str, where))}] is {int(target[where])}, expected a class in [0, {classes}) or ignore_idx "
-            f"{ignore_index}; mark tokens without a target by ignore_idx."
+            f"target[{', '.join(map(str, where))}] is {int(target[where])}, expected a class in "
+            f"[0, {classes}) or ignore_idx {ignore_index}; mark tokens without a target by ignore_idx."
         )
 
 
 def _check_overwritable(logits: Tensor) -> None:
     if torch.compiler.is_compiling():
-        raise RuntimeError("overwrite_input=True does not work under torch.compile: pass overwrite_input=False.")
+        raise RuntimeError(
+            "overwrite_input=True does not work under torch.compile: pass overwrite_input=False."
+        )
     if logits.is_leaf:
         raise ValueError(
-            "overwrite_input=True needs logits that are an intermediate result, and these are a leaf whose values would "
-            "be lost to their own gradient: pass overwrite_input=False."
+            "overwrite_input=True needs logits that are an intermediate result, and these are a leaf, whose "
+            "values would be lost to their own gradient: pass overwrite_input=False."
         )
     if has_overlapping_elements(logits):
         raise ValueError(

@@ -1,10 +1,13 @@
 """One forward and one backward pass over the logits by the implementation that `choose` names.
 
-The same two passes are registered as the opaque torch operators `megatron_ce::forward` and `megatron_ce::backward`,
-which is how the operation is seen under torch.compile: kernels, collective and choice stay out of the graph.
+The same two passes are registered as the opaque torch operators `megatron_ce::forward` and
+`megatron_ce::backward`, which is how the operation is seen under torch.compile: kernels, collective and
+choice stay out of the graph.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,8 @@ def forward_pass(
     z_loss_weight: float,
     statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """loss [N], saved [3, N] for `backward_pass`, statistics [4, N] or None; one collective if the shard has a group.
+    """loss [N], saved [3, N] for `backward_pass`, statistics [4, N] or None; one collective if the shard has
+    a group.
 
     Args:
         logits: [N, C] or [A, B, C], any strides; never written.
@@ -69,7 +73,9 @@ def backward_pass(
     label_smoothing: float,
     z_loss_weight: float,
 ) -> None:
-    """Writes the gradient of sum(grad_loss * loss) by the logits into `out` (which may be the logits); no collective."""
+    """Writes the gradient of sum(grad_loss * loss) by the logits into `out` (which may be the logits); no
+    collective.
+    """
     choose(logits.device.type).module.gradient(
         logits,
         target,
@@ -90,7 +96,7 @@ def backward_pass(
 def _shard(group_name: str, first_column: int, columns: int, total_columns: int, equal: bool) -> VocabShard:
     if not group_name:
         return VocabShard(None, 0, 1, first_column, columns, total_columns, equal)
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group: Any = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     return VocabShard(group, group.rank(), group.size(), first_column, columns, total_columns, equal)
 
 
@@ -152,9 +158,7 @@ def backward_operator(
     """`backward_pass` out of place as an operator."""
     shard = VocabShard(None, 0, 1, first_column, logits.shape[-1], total_columns, False)
     out = torch.empty_like(logits)
-    backward_pass(
-        logits, target, saved, grad_loss, out, shard, ignore_index, label_smoothing, z_loss_weight
-    )
+    backward_pass(logits, target, saved, grad_loss, out, shard, ignore_index, label_smoothing, z_loss_weight)
     return out
 
 

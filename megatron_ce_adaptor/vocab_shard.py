@@ -9,19 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Shards whose sizes were once compared on the host; on a device comparing means waiting for it, so it is done once each.
+# Shards whose sizes were once compared on the host; on a device comparing means waiting for it, so it is done
+# once each.
 _compared: set[tuple[str, int]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
 class VocabShard:
-    """Columns [first_column, first_column + columns) of a vocabulary of total_columns, on one rank of a group.
+    """Columns [first_column, first_column + columns) of a vocabulary of total_columns, on one rank of a
+    group.
 
     Attributes:
         group: the process group over which the vocabulary is split, or None on one rank.
         rank, world_size: this rank's place in the group.
-        equal: the shards' sizes were not described but taken to be equal (`VocabShard.of_equal_shards`); the gathered
-            payloads are then checked for it.
+        equal: the shards' sizes were not described but taken to be equal (`VocabShard.of_equal_shards`); the
+            gathered payloads are then checked for it.
     """
 
     group: Any
@@ -34,18 +36,19 @@ class VocabShard:
 
     @classmethod
     def of_equal_shards(cls, group: Any, columns: int) -> VocabShard:
-        """The shard of a rank that knows only its own number of columns: rank r holds [r * columns, (r + 1) * columns).
+        """The shard of a rank that knows only its own number of columns: rank r holds [r * columns, (r + 1) *
+        columns).
 
         Raises:
             ValueError: this process is not a member of `group`.
         """
         if group is None:
             return cls(None, 0, 1, 0, columns, columns, True)
-        world_size, rank = group.size(), group.rank()
-        if rank < 0:
+        if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
             raise ValueError(
-                "dist_process_group does not contain this process; pass the tensor-parallel group of this rank."
+                "dist_process_group does not contain this process; pass this rank's tensor-parallel group."
             )
+        world_size, rank = group.size(), group.rank()
         if world_size == 1:
             return cls(None, 0, 1, 0, columns, columns, True)
         return cls(group, rank, world_size, rank * columns, columns, world_size * columns, True)
@@ -60,9 +63,9 @@ class VocabShard:
             [W, P].
 
         Raises:
-            ValueError: on every rank alike, if the sizes were taken to be equal and are not. On CPU each call is
-                checked; on a device the first call with a group and size is (it waits for the device), later ones
-                are marked by NaN losses on all ranks.
+            ValueError: on every rank alike, if the sizes were taken to be equal and are not. On CPU each call
+                is checked; on a device the first call with a group and size is (it waits for the device),
+                later ones are marked by NaN losses on all ranks.
         """
         gathered = payload.new_empty(self.world_size * payload.numel())
         dist.all_gather_into_tensor(gathered, payload, group=self.group)
@@ -72,9 +75,9 @@ class VocabShard:
             sizes = [int(high) * 65536 + int(low) for high, low in high_low]
             if len(set(sizes)) > 1:
                 raise ValueError(
-                    f"the vocabulary shards have {sizes} columns on ranks 0..{self.world_size - 1} of the group, expected "
-                    "the same number on every rank: pad the vocabulary to a multiple of the tensor-parallel size, or use "
-                    "a function that is told the whole vocabulary's size."
+                    f"the vocabulary shards have {sizes} columns on the ranks of the group, expected "
+                    "the same number on every rank: pad the vocabulary to a multiple of the "
+                    "tensor-parallel size."
                 )
         return gathered
 

@@ -1,7 +1,8 @@
 """Which implementation computes row statistics and gradients, and why.
 
-Each implementation is a module with the functions `row_statistics`, `merge`, `forward` (both in one, for an unsplit
-vocabulary) and `gradient`, all of the signatures in `reference`, and a NAME. They never import each other.
+Each implementation is a module with the functions `row_statistics`, `merge`, `forward` (both in one, for an
+unsplit vocabulary) and `gradient`, all of the signatures in `reference`, and a NAME. They never import each
+other.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def note_use(name: str) -> None:
 
 
 def last_used() -> str | None:
-    """The implementation that the latest call ran ('cuda', 'cuda (interpreter)', 'reference'), None before any."""
+    """The implementation that the latest call ran ('cuda', 'cuda (interpreter)', 'reference'), None before
+    any.
+    """
     return _last_used
 
 
@@ -78,7 +81,9 @@ def _decide(device_type: str, requested: str, force_triton: str) -> Choice:
 
 def _triton(device_type: str, why: str) -> Choice:
     if device_type not in ("cuda", "cpu"):
-        raise RuntimeError(f"{why} asks for Triton kernels, but there are none for a {device_type!r} device in this version.")
+        raise RuntimeError(
+            f"{why} asks for Triton kernels, but there are none for a {device_type!r} device in this version."
+        )
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -89,7 +94,7 @@ def _triton(device_type: str, why: str) -> Choice:
     module = importlib.import_module("megatron_ce_adaptor.implementations.cuda")
     if device_type == "cpu" and not module.INTERPRETED:
         raise RuntimeError(
-            f"{why} asks for Triton kernels on CPU tensors, which only Triton's interpreter runs: set TRITON_INTERPRET=1 "
-            "before Python starts, or MCE_IMPLEMENTATION=reference."
+            f"{why} asks for Triton kernels on CPU tensors, which only Triton's interpreter runs: set "
+            "TRITON_INTERPRET=1 before Python starts, or MCE_IMPLEMENTATION=reference."
         )
     return Choice(module, module.NAME, why)

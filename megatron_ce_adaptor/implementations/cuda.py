@@ -1,6 +1,7 @@
 """Launches the Triton kernels: layouts, tile sizes, buffers. Signatures as in `reference`.
 
-Tile sizes were measured on an H200 (docs/performance.md); `BLOCK` columns are one tile, one program's loop step.
+Tile sizes were measured on an H200 (docs/performance.md); `BLOCK` columns are one tile, one program's loop
+step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# By bytes per logit. Forward: one program a row; few rows leave SMs idle, so each gets more warps and a wider tile.
+# By bytes per logit. Forward: one program a row; few rows leave SMs idle, so each gets more warps and a wider
+# tile.
 _FORWARD = {2: Tile(4096, 8), 4: Tile(8192, 8, 2), 8: Tile(4096, 8)}
 _FORWARD_FEW_ROWS = {2: Tile(16384, 32), 4: Tile(16384, 32), 8: Tile(8192, 32)}
 _FEW_ROWS = 132
@@ -100,7 +102,7 @@ def _accumulation_dtype(x: Tensor) -> torch.dtype:
 def _check_grid(programs: int, what: str) -> None:
     if programs > _MAX_PROGRAMS:
         raise ValueError(
-            f"{what} would need {programs} programs, more than a grid's {_MAX_PROGRAMS}: split the batch into smaller calls."
+            f"{what} would need {programs} programs, more than a grid's {_MAX_PROGRAMS}: split the batch."
         )
 
 
@@ -135,8 +137,8 @@ def _launch_statistics(
             rows.count, rows.columns, first_column, total_columns, ignore_index,
             label_smoothing, z_loss_weight,
             BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level,
-            SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0, STATISTICS=statistics, SPLIT_VOCAB=split_vocab,
-            STAGES=tile.stages, num_warps=tile.warps,
+            SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0, STATISTICS=statistics,
+            SPLIT_VOCAB=split_vocab, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
 
 
@@ -209,7 +211,8 @@ def forward(
         _launch_statistics(
             logits, target, saved, loss, saved, stats,
             first_column=0, total_columns=total_columns, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, z_loss_weight=z_loss_weight, statistics=statistics, split_vocab=False,
+            label_smoothing=label_smoothing, z_loss_weight=z_loss_weight, statistics=statistics,
+            split_vocab=False,
         )  # fmt: skip
     return loss, saved, stats if statistics else None
 
@@ -245,6 +248,7 @@ def gradient(
             target, target.stride(0), grad_loss, grad_loss.stride(0), saved,
             rows.count, rows.columns, tiles_per_row, first_column, total_columns, ignore_index,
             label_smoothing, z_loss_weight,
-            BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level, G_TWO_LEVEL=out_rows.two_level,
-            SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0, num_warps=tile.warps,
+            BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level,
+            G_TWO_LEVEL=out_rows.two_level, SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0,
+            num_warps=tile.warps,
         )  # fmt: skip

@@ -1,12 +1,14 @@
-"""Triton kernels of the cross entropy over vocabulary-sharded logits, for NVIDIA GPUs (and Triton's interpreter).
+"""Triton kernels of the cross entropy over vocabulary-sharded logits, for NVIDIA GPUs (and Triton's
+interpreter).
 
 Three kernels, one job each: `row_statistics_kernel` reads the logits once; `merge_kernel` joins the shards'
 statistics after the all-gather; `gradient_kernel` reads the logits once more and writes the gradient. Nothing
 else is launched, nothing is reduced with atomics, so results repeat bit for bit.
 
 The target's column is left out of the sum of exponentials and joined at the end. For a confident token the
-sum over the *other* columns is what carries the digits: loss = log(1 + exp(d)), d = max + log(sum) - x_target,
-and the gradient at the target is expm1(-loss). Computed from a full sum instead, both lose them to rounding.
+sum over the *other* columns is what carries the digits: loss = log(1 + exp(d)), d = max + log(sum) -
+x_target, and the gradient at the target is expm1(-loss). Computed from a full sum instead, both lose them to
+rounding.
 
 Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statistics.
 """
@@ -16,18 +18,24 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
-# How the columns of a row lie in memory (LAYOUT of the kernels).
-ALIGNED: tl.constexpr = tl.constexpr(0)  # unit stride, every row starts at a multiple of 16 bytes, C a multiple of VEC
-PEELED: tl.constexpr = tl.constexpr(1)  # unit stride, rows start anywhere: whole 16-byte vectors plus two edges
-STRIDED: tl.constexpr = tl.constexpr(2)  # any column stride, or input and output aligned differently
+# How the columns of a row lie in memory (LAYOUT of the kernels):
+# ALIGNED  unit stride, every row starts at a multiple of 16 bytes, C a multiple of VEC
+# PEELED   unit stride, rows start anywhere: whole 16-byte vectors plus two edges
+# STRIDED  any column stride, or input and output aligned differently
+ALIGNED: tl.constexpr = tl.constexpr(0)
+PEELED: tl.constexpr = tl.constexpr(1)
+STRIDED: tl.constexpr = tl.constexpr(2)
 
-# Elements after the [K, N] statistics in a rank's payload: the number of columns as (high, low) parts of 2^16, padding.
+# Elements after the [K, N] statistics in a rank's payload: the number of columns as (high, low) parts of
+# 2^16, padding.
 HEADER: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
 def _row_offset(row, inner_rows, outer_stride, inner_stride, TWO_LEVEL: tl.constexpr):
-    """Element offset of a row; TWO_LEVEL for 3-D logits whose two leading dimensions do not collapse into one."""
+    """Element offset of a row; TWO_LEVEL for 3-D logits whose two leading dimensions do not collapse into
+    one.
+    """
     if TWO_LEVEL:
         offset = (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
     else:
@@ -37,11 +45,11 @@ def _row_offset(row, inner_rows, outer_stride, inner_stride, TWO_LEVEL: tl.const
 
 @triton.jit
 def _add_tile(x, peak, total, weighted, STATISTICS: tl.constexpr):
-    """Adds a tile to running (max, sum of exp, sum of exp * (x - max)) per lane group. x: [R, VEC]; the others: [R]."""
+    """Adds a tile x [R, VEC] to a lane group's running max, sum of exp, sum of exp * (x - max): [R]."""
     new_peak = tl.maximum(peak, tl.max(x, 1))
     # A group that has only seen -inf would compute (-inf) - (-inf); any finite reference gives the right 0.
     reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    # exp2((a - b) * c), never exp2(a * c - b * c): the latter is contracted to an FMA and gives NaN for a = b = inf.
+    # exp2((a - b) * c), never exp2(a * c - b * c): contracted to an FMA, that gives NaN for a = b = inf.
     shift = peak - reference
     scale = tl.exp2(shift * LOG2_E)
     distance = x - reference[:, None]
@@ -61,8 +69,10 @@ def _loss_of_row(
 ):  # fmt: skip
     """Loss, what backward needs, and statistics, from a row's merged statistics.
 
-    peak, total, weighted: max, sum of exp(x - peak), sum of exp(x - peak) * (x - peak) over all columns but the target's.
-    known: the label is a class; live: it is not the ignored one. Formulas: softplus and expm1 forms of -log softmax.
+    peak, total, weighted: max, sum of exp(x - peak), sum of exp(x - peak) * (x - peak) over all columns but
+        the target's.
+    known: the label is a class; live: it is not the ignored one. Formulas: softplus and expm1 forms of -log
+        softmax.
     """
     log_total = tl.log(total)
     d = (peak - x_target) + log_total
@@ -90,7 +100,9 @@ def _loss_of_row(
     lse = joint_peak + log_joint
     loss = nll
     if SMOOTH:
-        loss = (1.0 - label_smoothing) * nll + label_smoothing * (joint_peak + log_joint - sum_x / total_columns)
+        loss = (1.0 - label_smoothing) * nll + label_smoothing * (
+            joint_peak + log_joint - sum_x / total_columns
+        )
     if Z_LOSS:
         loss += z_loss_weight * lse * lse
     loss = tl.where(live, loss, 0.0)
@@ -100,7 +112,10 @@ def _loss_of_row(
         d_target = tl.where(e_target == 0.0, 0.0, e_target * (x_target - joint_peak))
         others = tl.where(total == 0.0, 0.0, (weighted + total * (peak - joint_peak)) * rescale)
         entropy = log_joint - (others + d_target) / joint_total
-    return loss, tl.where(live, joint_peak, 0.0), tl.where(live, log_joint, 0.0), tl.where(live, grad_target, 0.0), lse, nll, entropy
+    joint_peak = tl.where(live, joint_peak, 0.0)
+    log_joint = tl.where(live, log_joint, 0.0)
+    grad_target = tl.where(live, grad_target, 0.0)
+    return loss, joint_peak, log_joint, grad_target, lse, nll, entropy
 
 
 @triton.jit
@@ -134,7 +149,8 @@ def row_statistics_kernel(
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, SPLIT_VOCAB: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Every lane group of VEC columns (16 bytes) keeps its own running (max, sum), so the loop
+    """One program a row. Every lane group of VEC columns (16 bytes) keeps its own running (max, sum), so the
+    loop
     holds no cross-thread reduction; one reduction ends the row."""
     R: tl.constexpr = BLOCK // VEC
     ACC = SAVED.dtype.element_ty
@@ -187,7 +203,8 @@ def row_statistics_kernel(
 
     sum_x = tl.sum(sums, 0)
     if LAYOUT == PEELED:
-        # both edges of the row in one small tile: VEC columns before the boundary, VEC after the last whole vector
+        # both edges of the row in one small tile: VEC columns before the boundary, VEC after the last whole
+        # vector
         e_lane = tl.arange(0, 2 * VEC)
         e_col = tl.where(e_lane < VEC, e_lane, peeled + n_groups * VEC + (e_lane - VEC))
         e_in = tl.where(e_lane < VEC, e_lane < peeled, e_col < end)
@@ -196,9 +213,17 @@ def row_statistics_kernel(
             sum_x += tl.sum(tl.where(e_in, x_edge, 0.0), 0)
         x_edge = tl.where(e_col == t, float("-inf"), x_edge)
         edge_peak, edge_total, edge_weighted = _add_tile(
-            x_edge[None, :], tl.full([1], float("-inf"), ACC), tl.zeros([1], ACC), tl.zeros([1], ACC), STATISTICS
+            x_edge[None, :],
+            tl.full([1], float("-inf"), ACC),
+            tl.zeros([1], ACC),
+            tl.zeros([1], ACC),
+            STATISTICS,
         )
-        edge_peak, edge_total, edge_weighted = tl.max(edge_peak, 0), tl.sum(edge_total, 0), tl.sum(edge_weighted, 0)
+        edge_peak, edge_total, edge_weighted = (
+            tl.max(edge_peak, 0),
+            tl.sum(edge_total, 0),
+            tl.sum(edge_weighted, 0),
+        )
     row_peak = tl.max(peak, 0)
     if LAYOUT == PEELED:
         row_peak = tl.maximum(row_peak, edge_peak)
@@ -257,7 +282,9 @@ def merge_kernel(
     WORLD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, EQUAL_SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Joins the shards' statistics, in rank order on every rank, so that the loss is bitwise the same everywhere."""
+    """Joins the shards' statistics, in rank order on every rank, so that the loss is bitwise the same
+    everywhere.
+    """
     ACC = SAVED.dtype.element_ty
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < n_rows
@@ -299,8 +326,9 @@ def merge_kernel(
         SMOOTH, Z_LOSS, STATISTICS,
     )  # fmt: skip
     if EQUAL_SHARDS:
-        # Shards of unequal sizes give column offsets that are wrong on every rank. The host check raises where it can
-        # look; where it cannot (a captured graph) the numbers must at least be unusable, on all ranks alike.
+        # Shards of unequal sizes give column offsets that are wrong on every rank. The host check raises
+        # where it can look; where it cannot (a captured graph) the numbers must at least be unusable, on all
+        # ranks alike.
         loss = tl.where(disagreement == 0.0, loss, float("nan"))
         saved_peak = tl.where(disagreement == 0.0, saved_peak, float("nan"))
     _store_row(
@@ -315,7 +343,9 @@ def _gradient_of_tile(
     x, at_target, peak, log2_total, grad_target, lse, scale, label_smoothing, z_loss_weight, uniform,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """scale * (p * a - eps), and at the target its closed form; a = 1 + 2 * z_loss_weight * lse, eps = smoothing / V."""
+    """scale * (p * a - eps), and at the target its closed form; a = 1 + 2 * z_loss_weight * lse, eps =
+    smoothing / V.
+    """
     p = tl.exp2((x - peak) * LOG2_E - log2_total)
     grad = tl.where(at_target, grad_target, p)
     if Z_LOSS:
@@ -326,7 +356,9 @@ def _gradient_of_tile(
     return grad * scale
 
 
-@triton.jit(do_not_specialize=["lead", "first_column", "ignore_index", "n_rows", "total_columns", "tiles_per_row"])
+@triton.jit(
+    do_not_specialize=["lead", "first_column", "ignore_index", "n_rows", "total_columns", "tiles_per_row"]
+)
 def gradient_kernel(
     X, lead, inner_rows, outer_stride, inner_stride, column_stride,       # logits
     G_X, g_inner_rows, g_outer_stride, g_inner_stride, g_column_stride,   # their gradient; may be X itself
@@ -335,12 +367,14 @@ def gradient_kernel(
     SAVED,                                                                # [3, N]
     n_rows, n_cols, tiles_per_row, first_column, total_columns, ignore_index,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr, TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr,
-    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr,
+    TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of one row: a flat grid keeps every SM busy to the end, where a loop over the row loses 4-7 %.
+    """One program a tile of one row: a flat grid keeps every SM busy to the end, where a loop over the row
+    loses 4-7 %.
 
-    With LAYOUT other than STRIDED, X and G_X lie alike relative to 16-byte boundaries (`lead` is that of both).
+    With LAYOUT other than STRIDED, X and G_X lie alike relative to 16-byte boundaries (`lead` is that of
+    both).
     """
     R: tl.constexpr = BLOCK // VEC
     ACC = SAVED.dtype.element_ty
@@ -392,10 +426,21 @@ def gradient_kernel(
     # Ignored rows are written as exact zeros without being read: their logits may hold anything.
     x = tl.load(x_at, mask=inside & live, other=float("-inf")).to(ACC)
     grad = _gradient_of_tile(
-        x, c == t - peeled, peak, log2_total, grad_target, lse, scale, smoothing, z_weight, uniform, SMOOTH, Z_LOSS
+        x,
+        c == t - peeled,
+        peak,
+        log2_total,
+        grad_target,
+        lse,
+        scale,
+        smoothing,
+        z_weight,
+        uniform,
+        SMOOTH,
+        Z_LOSS,
     )
     tl.store(g_at, tl.where(live, grad, 0.0).to(G_X.dtype.element_ty), mask=inside)
-    if LAYOUT == PEELED:
+    if LAYOUT == PEELED:  # noqa: SIM102 - decided at compile time, the inner one is not
         if tile == 0:
             e_lane = tl.arange(0, 2 * VEC)
             e_col = tl.where(e_lane < VEC, e_lane, peeled + n_groups * VEC + (e_lane - VEC))

@@ -1,7 +1,9 @@
-"""Row statistics, merge and gradient in plain PyTorch: the CPU's route, and what the kernels are tested against.
+"""Row statistics, merge and gradient in plain PyTorch: the CPU's route, and what the kernels are tested
+against.
 
-It walks the logits in blocks of rows small enough to stay in cache, so that each pass over the logits reads memory
-once. It runs on any device that PyTorch knows; formulas and the exclusion of the target's column are the kernels'.
+It walks the logits in blocks of rows small enough to stay in cache, so that each pass over the logits reads
+memory once. It runs on any device that PyTorch knows; formulas and the exclusion of the target's column are
+the kernels'.
 
 Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statistics a row.
 """
@@ -17,15 +19,21 @@ from megatron_ce_adaptor.implementations.rows import matrices_of
 
 NAME = "reference"
 
-HEADER = 4  # elements after the [K, N] statistics in a rank's payload: the columns' number as (high, low) parts of 2^16
+# Elements after the [K, N] statistics in a payload: the number of columns as (high, low) parts of 2^16.
+HEADER = 4
 
-# Bytes of scratch a block of rows may take: measured on two cores with 1 MiB of L2 each, 256 KiB to 1 MiB are alike.
+# Bytes of scratch a block of rows may take: measured on two cores with 1 MiB of L2 each, 256 KiB to 1 MiB are
+# alike.
 _BLOCK_BYTES = 512 * 1024
 _NEG_INF = float("-inf")
 
 
-def _blocks(tensors: tuple[Tensor, ...], *per_row: Tensor) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]:
-    """Blocks of rows: the [r, C] views of tensors of the logits' shape, and the same rows of each [..., N] tensor."""
+def _blocks(
+    tensors: tuple[Tensor, ...], *per_row: Tensor
+) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]:
+    """Blocks of rows: the [r, C] views of tensors of the logits' shape, and the same rows of each [..., N]
+    tensor.
+    """
     for matrices, row_numbers in matrices_of(*tensors):
         chosen = [t[..., row_numbers] for t in per_row]
         n, columns = matrices[0].shape
@@ -51,9 +59,10 @@ def row_statistics(
         target: [N] integer class ids of the whole vocabulary.
 
     Returns:
-        [K * N + HEADER] in the accumulation dtype (fp64 for fp64 logits, else fp32). The K rows are: maximum and sum of
-        exp over this shard's columns without the target's; the target's logit (-inf if another shard owns it); the sum
-        of the logits if `smooth`; the sum of exp(x - max) * (x - max) if `statistics`. Then the shard's column number.
+        [K * N + HEADER] in the accumulation dtype (fp64 for fp64 logits, else fp32). The K rows are: maximum
+        and sum of exp over this shard's columns without the target's; the target's logit (-inf if another
+        shard owns it); the sum of the logits if `smooth`; the sum of exp(x - max) * (x - max) if
+        `statistics`. Then the shard's column number.
     """
     acc = torch.float64 if logits.dtype == torch.float64 else torch.float32
     n, columns = target.numel(), logits.shape[-1]
@@ -110,8 +119,9 @@ def merge(
         gathered: [W, K * N + HEADER] from `row_statistics`.
 
     Returns:
-        loss [N]; saved [3, N] for backward: maximum, log of the sum of exp about it, gradient at the target; and
-        statistics [4, N] (log-sum-exp, target log-probability, entropy, 1 where the target is the argmax) or None.
+        loss [N]; saved [3, N] for backward: maximum, log of the sum of exp about it, gradient at the target;
+        and statistics [4, N] (log-sum-exp, target log-probability, entropy, 1 where the target is the argmax)
+        or None.
     """
     world, n = gathered.shape[0], target.numel()
     k = 3 + (label_smoothing > 0) + statistics
@@ -155,7 +165,8 @@ def merge(
     if z_loss_weight:
         loss = loss + z_loss_weight * lse * lse
     if equal_shards and world > 1:
-        # The host check raises where it can look; where it cannot, the numbers must at least be unusable everywhere.
+        # The host check raises where it can look; where it cannot, the numbers must at least be unusable
+        # everywhere.
         agree = (gathered[:, k * n :] == gathered[0, k * n :]).all()
         loss = torch.where(agree, loss, float("nan"))
         joint_peak = torch.where(agree, joint_peak, float("nan"))
@@ -217,11 +228,13 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
 ) -> None:
-    """Writes d loss / d logits into `out`, of the logits' shape and dtype; `out` may be the logits themselves.
+    """Writes d loss / d logits into `out`, of the logits' shape and dtype; `out` may be the logits
+    themselves.
 
-    grad = grad_loss * (p * a - eps), at the target grad_loss * (expm1(-nll) + p * (a - 1) + smoothing - eps), with
-    a = 1 + 2 * z_loss_weight * lse and eps = label_smoothing / total_columns; computed in the accumulation dtype and
-    rounded once. Rows with an ignored label get exact zeros whatever their logits hold.
+    grad = grad_loss * (p * a - eps), at the target grad_loss * (expm1(-nll) + p * (a - 1) + smoothing - eps),
+    with a = 1 + 2 * z_loss_weight * lse and eps = label_smoothing / total_columns; computed in the
+    accumulation dtype and rounded once. Rows with an ignored label get exact zeros whatever their logits
+    hold.
     """
     acc = saved.dtype
     columns = logits.shape[-1]

@@ -10,7 +10,9 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Row r = (r // inner, r % inner) starts at element (r // inner) * outer_stride + (r % inner) * inner_stride."""
+    """Row r = (r // inner, r % inner) starts at element (r // inner) * outer_stride + (r % inner) *
+    inner_stride.
+    """
 
     count: int
     columns: int
@@ -33,7 +35,8 @@ def rows_of(logits: torch.Tensor) -> Rows:
     a, b, columns = logits.shape
     outer, inner, column_stride = logits.stride()
     if a == 1 or b == 1 or outer == b * inner:
-        # One stride reaches every row. With b == 1 it is the outer one (the inner stride of a size-1 dimension is arbitrary).
+        # One stride reaches every row. With b == 1 it is the outer one (the inner stride of a size-1
+        # dimension is arbitrary).
         return Rows(a * b, columns, max(a * b, 1), 0, outer if b == 1 else inner, column_stride)
     return Rows(a * b, columns, b, outer, inner, column_stride)
 
