@@ -37,6 +37,9 @@ from megatron_ce_adaptor.longrun.run_record import LaunchStatus, write_commands
 COMPLETE, FAILED, REFUSED = 0, 1, 2
 
 TRAINING_MODULE = "megatron_ce_adaptor.megatron.pretrain"
+TORCHRUN = "torch.distributed.run"
+# On the CPU the ranks are forked from one process that has imported Megatron: seconds instead of a minute.
+FORKED_TORCHRUN = "megatron_ce_adaptor.megatron.forked_torchrun"
 
 # torchrun gives the other ranks 30 s to follow a failed one, then kills them; after that it is our turn.
 RANK_LOSS_SECONDS = 40.0
@@ -110,6 +113,7 @@ class Plan:
     machines: preflight.Machines
     processes: int  # on this machine
     folder: Path
+    torchrun: str  # the module
     entry: list[str]  # torchrun's words for what it runs
     variables: Mapping[str, str]  # the caller's environment and OUT_DIR: what references are replaced from
     exports: dict[str, str]  # what the launcher adds beside ENV_VARS
@@ -124,11 +128,9 @@ class Plan:
 
     @property
     def command(self) -> list[str]:
-        beside = Path(sys.executable).with_name("torchrun")
-        torchrun = [str(beside)] if beside.exists() else [sys.executable, "-m", "torch.distributed.run"]
         machines = self.machines
         return [
-            *torchrun,
+            *(sys.executable, "-m", self.torchrun),
             *("--nproc-per-node", str(self.processes)),
             *("--nnodes", str(machines.nodes), "--node-rank", str(machines.node_rank)),
             *("--master-addr", machines.address, "--master-port", str(machines.port)),
@@ -154,9 +156,13 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     folder = args.out if args.out is not None else Path("runs") / config.name
     variables = {**environ, "OUT_DIR": str(folder)}
     exports = {"OUT_DIR": str(folder)}
+    device = (
+        args.device or config.environment_values(variables).get("MCE_DEVICE") or environ.get("MCE_DEVICE")
+    )
+    device = device or config.device
     if args.device:  # asked for here, so the file's own choice gives way
         config = replace(config, environment={**config.environment, "MCE_DEVICE": args.device})
-    elif device := environ.get("MCE_DEVICE") or config.device:
+    elif device:
         exports["MCE_DEVICE"] = device
     machines = preflight.machines_from(environ)
     count = args.nproc
@@ -173,6 +179,7 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         machines=machines,
         processes=count,
         folder=folder,
+        torchrun=FORKED_TORCHRUN if device == "cpu" and args.entry == TRAINING_MODULE else TORCHRUN,
         entry=[args.entry] if args.entry.endswith(".py") else ["-m", args.entry],
         variables=variables,
         exports=exports,
@@ -264,7 +271,13 @@ def _train(plan: Plan, log: BinaryIO) -> int:
     try:
         status.write(folder, plan.name)
         write_commands(
-            folder, plan.name, plan.config, plan.variables, plan.exports, plan.entry, plan.processes
+            folder,
+            plan.name,
+            plan.config,
+            plan.variables,
+            plan.exports,
+            [plan.torchrun, *plan.entry],
+            plan.processes,
         )
         write_atomically(folder / "env.json", strict_json(environment.collect()))
     except OSError as error:
@@ -381,9 +394,11 @@ def _why_torchrun_failed(code: int, log: Path) -> str:
     """A sentence about the first failed rank, from the report that torchrun prints at the end."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - (1 << 16)))
-        match = _ROOT_CAUSE.search(file.read().decode("utf-8", "replace"))
+        tail = file.read().decode("utf-8", "replace")
+    match = _ROOT_CAUSE.search(tail)
+    last = re.search(r"^megatron_ce_adaptor: (.+)$", tail, re.MULTILINE)  # a refusal of the entry itself
     if match is None:
-        return f"The training failed: torchrun ended with {code}."
+        return f"The training failed: torchrun ended with {code}." + (f" {last[1]}" if last else "")
     rank, exit_code = match["rank"], int(match["code"])
     how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
     return f"The training failed: rank {rank} {how}."

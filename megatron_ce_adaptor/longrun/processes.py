@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -62,8 +63,11 @@ def descendants(root: int) -> list[int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """The RANK in the environment of `pid` if torchrun gave it one."""
+    """The rank of `pid`, from the RANK in its environment or the name of a forked rank; None for others."""
     try:
+        name = (_PROC / str(pid) / "comm").read_text(errors="replace").strip()
+        if forked := re.fullmatch(r"mce-rank-(\d+)", name):
+            return int(forked[1])
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return None

@@ -52,7 +52,7 @@ def write_commands(
     config: RunConfig,
     variables: Mapping[str, str],
     exports: Mapping[str, str],
-    module: Sequence[str],
+    modules: Sequence[str],
     processes: int,
 ) -> None:
     """Write or extend ``folder/cmd.sh``, which starts the runs of this folder again: ``bash cmd.sh native``.
@@ -64,7 +64,7 @@ def write_commands(
         name: of the run, and of the function in the script.
         variables: the environment that the run was started with.
         exports: variables that the launcher adds, beside ENV_VARS.
-        module: torchrun's words for what it runs, such as ``-m package.module``.
+        modules: torchrun's module, and torchrun's words for what it runs, such as ``-m package.module``.
     """
     path = folder / "cmd.sh"
     blocks = _blocks_of(path)
@@ -76,10 +76,10 @@ def write_commands(
         if variable != "OUT_DIR":
             lines.append(f"  export {variable}={_shell_word(_portable(value))}")
     words = [
-        '"$PYTHON" -m torch.distributed.run',
+        f'"$PYTHON" -m {modules[0]}',
         f'--nproc-per-node {processes} --nnodes "${{NNODES:-1}}" --node-rank "${{NODE_RANK:-0}}"',
         '--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"',
-        " ".join(_shell_word(_portable(word)) for word in module),
+        " ".join(_shell_word(_portable(word)) for word in modules[1:]),
     ]
     for flag, values in config.flags():
         optional = re.fullmatch(r"\$\{(\w+):-\}", values[0]) if len(values) == 1 else None

@@ -181,7 +181,7 @@ def test_dry_run_prints_a_script_that_trains_and_nothing_else(config: Path, tmp_
         assert shown.returncode == 0 and shown.stderr == ""
         lines = shown.stdout.splitlines()
         assert all(line.startswith("export ") for line in lines[:-1])
-        assert "torchrun" in lines[-1] or "torch.distributed.run" in lines[-1]
+        assert "-m torch.distributed.run --nproc-per-node 2 " in lines[-1]
         assert not out.exists()
     assert "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native" in lines[-1]
     shell = subprocess.run(
@@ -414,6 +414,30 @@ def test_several_machines_are_handed_to_torchrun(config: Path) -> None:
     assert plan.layout.world_size == 4 and plan.layout.micro_batches_per_step == 1
     line = " ".join(plan.command)
     assert "--nnodes 2 --node-rank 1 --master-addr node0 --master-port 6000" in line
+
+
+def test_cpu_ranks_are_forked_from_one_process(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    words = ["--config", str(config), "--impl", "te", "--nproc", "2"]
+    cpu = launch.make_plan(parser.parse_args([*words, "--device", "cpu"]), {"MCE_DEVICE": "cuda"})
+    assert cpu.command[1:3] == ["-m", launch.FORKED_TORCHRUN] and cpu.added_environment["MCE_DEVICE"] == "cpu"
+    cuda = launch.make_plan(parser.parse_args(words), {"MCE_DEVICE": "cuda"})
+    assert cuda.command[1:3] == ["-m", launch.TORCHRUN] and cuda.added_environment["MCE_DEVICE"] == "cuda"
+
+
+def test_rank_of_a_forked_process_is_its_name() -> None:
+    name = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'mce-rank-3'); print(flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", name], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        assert processes.rank_of(child.pid) == 3
+        assert processes.rank_of(os.getpid()) is None
+    finally:
+        child.kill()
+        child.wait()
 
 
 def data_config(tmp_path: Path, text: str) -> Path:
