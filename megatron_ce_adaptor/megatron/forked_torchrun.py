@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -53,6 +54,9 @@ def _run_rank(train: Callable[[], None]) -> None:
     # The agent's exit handlers are not this process's to run, and multiprocessing ends a fork without running
     # those that training registers (the call counts, among others), so run exactly these.
     atexit._clear()
+    # Nor are its signal handlers, which would wait for a blocked collective to return.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     _name_process(f"mce-rank-{os.environ['RANK']}")
     train()
     atexit._run_exitfuncs()

@@ -109,8 +109,8 @@ def check_arguments(argv: Sequence[str], megatron_path: str | None) -> None:
         for flag in _NEEDS_PRETRAIN_GPT:
             if flag in given:
                 raise UsageError(
-                    f"{flag} needs Megatron-LM's pretrain_gpt.py, which megatron-core's wheel does not carry: "
-                    "set MEGATRON_PATH to a checkout of Megatron-LM."
+                    f"{flag} needs Megatron-LM's pretrain_gpt.py, which megatron-core's wheel lacks: set "
+                    "MEGATRON_PATH to a checkout of Megatron-LM."
                 )
 
 
