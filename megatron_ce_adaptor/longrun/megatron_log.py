@@ -13,7 +13,6 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +48,7 @@ _FIELDS = {
     "number of skipped iterations": "skipped",
     "number of nan iterations": "nan",
 }
+_PAIR = re.compile(r"([^|:]+):\s*([^\s|]+)\s*\|")
 _CLEAN_FIELD = re.compile(r"\s*[\w \-/().%]+:\s*[\w.+\-/]+\s*")
 
 
@@ -215,7 +215,7 @@ def _not_finite(value: float | None) -> bool:
 def _number(text: str) -> float | None:
     """`183.2`, `nan`, or a fork's `183.2/185.0` (this step / running mean)."""
     try:
-        return float(text.split("/", 1)[0])
+        return float(text.split("/", 1)[0]) if "/" in text else float(text)
     except ValueError:
         return None
 
@@ -315,16 +315,15 @@ class _Parser:
         self.open_lines += 1
         if _END.search(self.open_text):
             self.saw_end_field = True
-            self._close_record()
+            self._close_record(ended=True)
         elif self.open_lines > _CONTINUATION_LINES:
             self._close_record()
 
-    def _close_record(self, at_end: bool = False) -> None:
+    def _close_record(self, *, ended: bool = False, at_end: bool = False) -> None:
         if self.open_record is None:
             return
         (iteration, announced), text = self.open_record, self.open_text
         self.open_record, self.open_text = None, ""
-        ended = _END.search(text) is not None
         if at_end and not ended and self.saw_end_field:
             self.log.last_record_cut = True
             return
@@ -334,9 +333,7 @@ class _Parser:
                 None  # Megatron prints the mean of no losses, 0, for an interval that was skipped whole
             )
         elif step.lm_loss is None and ended and all(map(_CLEAN_FIELD.fullmatch, text.split("|")[:-1])):
-            step.lm_loss = (
-                math.nan
-            )  # Megatron leaves a loss out of an intact line when it is not >= 0, that is NaN
+            step.lm_loss = math.nan  # left out of an intact line because it is not >= 0
         self._store(step, announced, damaged=step.lm_loss is None and not step.skipped)
 
     def _store(self, step: Step, announced: int, damaged: bool) -> None:
@@ -370,10 +367,10 @@ class _Parser:
                 f"{last}{why}; "
                 "let the run finish or resume it, then compare again."
             )
-        if all(s.lm_loss is None for s in log.steps.values()):
+        if not any(s.lm_loss is not None and math.isfinite(s.lm_loss) for s in log.steps.values()):
             raise LogError(
-                f"{log.name} has {len(log.steps)} iteration lines and no readable `lm loss:` in any of them; "
-                "expected Megatron's form `| lm loss: 8.312345E+00 |`."
+                f"{log.name} has {len(log.steps)} iteration lines and no finite `lm loss` in any of them: "
+                "the loss was NaN from the first step on, or this is not the training of a language model."
             )
 
     def _no_steps(self) -> str:
@@ -399,29 +396,17 @@ def _clean(raw: bytes) -> str:
 
 
 def _read_fields(iteration: int, text: str) -> Step:
-    step = Step(iteration)
-    for name, value in _named_values(text):
-        attribute = _FIELDS[name]
-        if attribute in ("skipped", "nan"):
-            setattr(step, attribute, int(value))
-        elif name != "loss" or step.lm_loss is None:
-            setattr(step, attribute, value)
-    return step
-
-
-def _named_values(text: str) -> Iterator[tuple[str, float]]:
-    """The known `name: value |` pairs of a record; a value without its closing bar may be cut and does not
-    count."""
-    found = set()
-    for part in text.split("|")[:-1]:
-        name, _, value = part.rpartition(":")
-        name = name.strip()
-        if name in _FIELDS and (number := _number(value.strip())) is not None:
-            found.add(name)
-            yield name, number
-    if "lm loss" not in found and "lm loss:" in text:
+    """The known `name: value |` pairs of a record; a value without its closing bar may be cut: no value."""
+    values: dict[str, float] = {}
+    for name, value in _PAIR.findall(text):
+        attribute = _FIELDS.get(name.strip())
+        if attribute is not None and (number := _number(value)) is not None:
+            values[attribute] = number
+    if "lm_loss" not in values and "lm loss:" in text:
         # Another rank's words stand inside the record: look for each field by itself.
-        for name in _FIELDS.keys() - found - {"loss"}:
-            match = re.search(re.escape(name) + r":\s*([^\s|]+)\s*\|", text)
-            if match and (number := _number(match[1])) is not None:
-                yield name, number
+        for name, attribute in _FIELDS.items():
+            match = re.search(rf"\b{re.escape(name)}:\s*([^\s|]+)\s*\|", text) if name != "loss" else None
+            if match and attribute not in values and (number := _number(match[1])) is not None:
+                values[attribute] = number
+    skipped, nan = int(values.pop("skipped", 0)), int(values.pop("nan", 0))
+    return Step(iteration, skipped=skipped, nan=nan, **values)

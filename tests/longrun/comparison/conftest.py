@@ -1,8 +1,9 @@
 """Logs for these tests.
 
 They are generated in the form that Megatron-Core 0.16 to 0.19 documents by its printing code (`training_log`,
-`report_memory`, `_print_args`); no line is copied from a run. `native_excerpt.log` and `te_excerpt.log` beside
-this file are written by the same generator and kept, so that a change of the generator cannot hide one of the parser.
+`report_memory`, `_print_args`); no line is copied from a run. `native_excerpt.log` and `te_excerpt.log`
+beside this file were written by the same generator and are kept: a change of the generator cannot hide one
+of the parser.
 """
 
 from __future__ import annotations
@@ -95,11 +96,16 @@ class LogMaker:
         for rank in range(8):
             calls = self.steps * self.micro_batches if rank >= 4 else 0
             te, native = (calls, 0) if self.impl == "te" else (0, calls)
-            lines.append(f"[rank {rank}] cross entropy: te {te} calls, native {native} calls, implementation reference")
+            counts = f"te {te} calls, native {native} calls"
+            lines.append(f"[rank {rank}] cross entropy: {counts}, implementation reference")
         return lines
 
     def lines(self) -> list[str]:
-        lines = ["using world size: 8, data-parallel size: 2", *self.argument_lines(), "> building train dataset ..."]
+        lines = [
+            "using world size: 8, data-parallel size: 2",
+            *self.argument_lines(),
+            "> building train dataset ...",
+        ]
         for step in range(1, self.steps + 1):
             lines.append(self.step_line(step))
             if step <= 2:
@@ -123,7 +129,9 @@ def maker() -> type[LogMaker]:
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """Logs of a native and a te run whose losses differ by 0.1 %."""
-    return LogMaker().write(tmp_path), LogMaker("te", factor=1.001, norm_factor=1.01, time_ms=170).write(tmp_path)
+    return LogMaker().write(tmp_path), LogMaker("te", factor=1.001, norm_factor=1.01, time_ms=170).write(
+        tmp_path
+    )
 
 
 def write_status(folder: Path, run: str, **changes: object) -> None:
