@@ -7,6 +7,7 @@ import datetime
 import getpass
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 import re
@@ -27,10 +28,8 @@ _VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "HCCL_", "ASCEND_", "MCE_", "OMP_", "TOR
                       "PYTORCH_", "TASK_QUEUE_", "COMBINED_", "GLOO_")  # fmt: skip
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 _IPV4 = re.compile(r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.]*\d)")
-_IPV6 = re.compile(
-    r"(?<![\w:])(?:[0-9a-fA-F]{1,4}:){2,7}(?::?[0-9a-fA-F]{1,4}|:)(?:%\w+)?(?![\w:])|(?<![\w:])::1(?![\w:])"
-)
-_CLOCK = re.compile(r"\d{1,2}:\d{2}:\d{2}")
+_MAYBE_IPV6 = re.compile(r"(?<![\w:])[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*(?![\w:])")
+_MAC = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}(?![\w:])")
 _HOMES = re.compile(r"(?<![\w.])/(?:home|Users|data/home)/[^/\s:,;'\"]+|(?<![\w.])/root(?![\w])")
 _CANN_VERSION_FILES = ("version.cfg", "latest/version.cfg", "ascend_toolkit_install.info", "version.info",
                        "latest/compiler/version.info", "latest/toolkit/version.info",
@@ -86,7 +85,17 @@ def _redact_text(text: str) -> str:
     for name in _user_names():
         text = re.sub(rf"(?<![\w\-]){re.escape(name)}(?![\w\-])", "<user>", text)
     text = _IPV4.sub("<address>", text)
-    return _IPV6.sub(lambda m: m[0] if _CLOCK.fullmatch(m[0]) else "<address>", text)
+    text = _MAC.sub("<address>", text)
+    return _MAYBE_IPV6.sub(lambda m: "<address>" if _is_ipv6(m[0]) else m[0], text)
+
+
+def _is_ipv6(text: str) -> bool:
+    """Clock times and C++ names have colons too."""
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return text != "::"
 
 
 def _host_names() -> list[str]:
