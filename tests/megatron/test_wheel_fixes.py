@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
-from training_runs import run_python
-
-_NORMS = """
-from types import SimpleNamespace
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron_ce_adaptor.megatron import wheel_fixes
-
-def build(**changes):
-    config = SimpleNamespace(layernorm_zero_centered_gamma=False, persist_layer_norm=False,
-                             sequence_parallel=False, memory_efficient_layer_norm=False, normalization="RMSNorm")
-    vars(config).update(changes)
-    return WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5), config
-
-def refused(**changes):
-    try:
-        build(**changes)
-    except AssertionError:
-        return True
-    return False
-
-assert refused(sequence_parallel=True)
-wheel_fixes.apply()
-wheel_fixes.apply()
-norm, config = build(sequence_parallel=True)
-assert all(p.sequence_parallel for p in norm.parameters()) and list(norm.parameters())
-assert config.sequence_parallel is True
-assert refused(sequence_parallel=True, persist_layer_norm=True)
-norm, _ = build()
-assert not any(hasattr(p, "sequence_parallel") for p in norm.parameters())
-"""
-
-_HELPERS = """
+import importlib
 from pathlib import Path
-from megatron.core.datasets import utils
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from training_runs import in_a_fork
+
 from megatron_ce_adaptor.megatron import wheel_fixes
 
-original = utils.compile_helpers
-assert not Path(utils.__file__).with_name("Makefile").exists()
-wheel_fixes.apply()
-utils.compile_helpers()  # the original would exit the process here
-
-utils.compile_helpers = original
-utils.__file__ = "CHECKOUT/utils.py"
-wheel_fixes.apply()
-assert utils.compile_helpers is original
-"""
+pytestmark = pytest.mark.slow
 
 
+def norm_config(**changes: object) -> SimpleNamespace:
+    """What WrappedTorchNorm reads of a TransformerConfig."""
+    config = SimpleNamespace(
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=False,
+        sequence_parallel=False,
+        memory_efficient_layer_norm=False,
+        normalization="RMSNorm",
+    )
+    vars(config).update(changes)
+    return config
+
+
+def build_norm(config: SimpleNamespace) -> Any:
+    torch_norm = importlib.import_module("megatron.core.transformer.torch_norm")
+    return torch_norm.WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
+
+
+@in_a_fork
 def test_the_norm_allows_sequence_parallelism_and_keeps_its_other_checks() -> None:
-    done = run_python("-c", _NORMS, timeout=120)
-    assert done.status == 0, done.log
+    parallel = norm_config(sequence_parallel=True)
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        build_norm(parallel)
+    wheel_fixes.apply()
+    wheel_fixes.apply()
+    marks = [parameter.sequence_parallel for parameter in build_norm(parallel).parameters()]
+    assert marks == [True]
+    assert parallel.sequence_parallel is True
+    with pytest.raises(AssertionError, match="persist_layer_norm not supported"):
+        build_norm(norm_config(sequence_parallel=True, persist_layer_norm=True))
+    assert not hasattr(build_norm(norm_config()).weight, "sequence_parallel")
 
 
-def test_compile_helpers_is_replaced_only_where_there_is_no_makefile(tmp_path) -> None:
+@in_a_fork
+def test_compile_helpers_is_replaced_only_where_there_is_no_makefile(tmp_path: Path) -> None:
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    original = utils.compile_helpers
+    wheel_fixes.apply()
+    assert utils.compile_helpers is wheel_fixes.require_compiled_helpers
+    utils.compile_helpers()  # the original would exit the process here
+
     (tmp_path / "Makefile").write_text("default:\n")
-    done = run_python("-c", _HELPERS.replace("CHECKOUT", str(tmp_path)), timeout=120)
-    assert done.status == 0, done.log
+    utils.compile_helpers, utils.__file__ = original, str(tmp_path / "utils.py")
+    wheel_fixes.apply()
+    assert utils.compile_helpers is original

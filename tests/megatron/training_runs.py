@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "megatron_ce_adaptor.megatron.pretrain"
 FORKED = "megatron_ce_adaptor.megatron.forked_torchrun"
 
 # A GPT that trains in milliseconds; the caller adds parallel sizes and data.
-TINY_GPT = """
+TINY_GPT = shlex.split(
+    """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8
     --max-position-embeddings 8 --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
@@ -27,14 +34,17 @@ TINY_GPT = """
     --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
     --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --no-create-attention-mask-in-dataloader
     --log-interval 1 --eval-iters 0 --eval-interval 1000000 --cross-entropy-loss-fusion
-""".split()
+"""
+)
 
-EIGHT_RANK_MOE = """
+EIGHT_RANK_MOE = shlex.split(
+    """
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
     --expert-tensor-parallel-size 1 --sequence-parallel --use-distributed-optimizer --global-batch-size 4
     --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
     --moe-token-dispatcher-type alltoall
-""".split()
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,28 @@ def run_python(*words: str, timeout: float = 300, **extra_environment: str) -> R
         check=False,
     )
     return Run(done.returncode, done.stdout)
+
+
+def _run_and_exit(body: Callable[..., None], arguments: dict[str, object]) -> None:
+    torch.set_num_threads(1)  # a fork has none of its parent's OpenMP threads
+    try:
+        body(**arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def in_a_fork(body: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a fork of the test process: what it changes in torch or Megatron, nobody else sees."""
+
+    @functools.wraps(body)
+    def test(**arguments: object) -> None:
+        child = multiprocessing.get_context("fork").Process(target=_run_and_exit, args=(body, arguments))
+        child.start()
+        child.join(120)
+        assert child.exitcode == 0
+
+    return test
 
 
 def write_token_files(prefix: Path, documents: int = 40, length: int = 60, vocabulary: int = 299) -> Path:
