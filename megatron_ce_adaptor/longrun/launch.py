@@ -44,6 +44,7 @@ FORKED_TORCHRUN = "megatron_ce_adaptor.megatron.forked_torchrun"
 # torchrun gives the other ranks 30 s to follow a failed one, then kills them; after that it is our turn.
 RANK_LOSS_SECONDS = 40.0
 STOP_GRACE_SECONDS = 10.0
+RESERVED_BYTES = 2**18
 LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record
 
 EPILOG = """\
@@ -268,7 +269,10 @@ def _train(plan: Plan, log: BinaryIO) -> int:
     """Start the run, watch it to its end and record it; returns the exit status."""
     status = LaunchStatus.of_started(plan.implementation, plan.steps, plan.layout)
     folder = plan.folder
+    # Room for the last words, should the run fill the disk.
+    reserve = folder / f".{plan.name}.reserve"
     try:
+        reserve.write_bytes(bytes(RESERVED_BYTES))
         status.write(folder, plan.name)
         write_commands(
             folder,
@@ -293,6 +297,7 @@ def _train(plan: Plan, log: BinaryIO) -> int:
             code, message = FAILED, f"torchrun ended with 0, but the log is not that of a whole run: {error}"
     final = folder / f"{plan.name}{'.log' if code == 0 else '.failed.log'}"
     try:
+        reserve.unlink(missing_ok=True)
         partial.replace(final)
         status.exit_code, status.complete, status.message = code, code == 0, message
         status.write(folder, plan.name)

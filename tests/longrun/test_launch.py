@@ -327,6 +327,17 @@ def test_folder_that_becomes_full_stops_the_run(config: Path, small_disk: Path) 
     assert_nothing_left(small_disk)
 
 
+def test_disk_filled_to_the_last_byte_still_gets_a_record(
+    config: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LEAST_FREE_WHILE_RUNNING", 0)
+    monkeypatch.setenv("STAND_IN", "fill")
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    assert launch.run(parser.parse_args(arguments(config, small_disk)[3:])) == launch.FAILED
+    assert_failed(small_disk, launch.FAILED, "No space left on device")
+
+
 def test_log_that_cannot_grow_stops_the_run(config: Path, tmp_path: Path) -> None:
     """The limit on a file's size stands in for a disk that another user fills."""
     out = tmp_path / "out"
