@@ -5,11 +5,12 @@ Importing this package loads neither torch nor Megatron nor PyYAML.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from megatron_ce_adaptor.megatron.import_hook import install_import_hook
 
+TYPE_CHECKING = False  # typing's, without the milliseconds that importing typing takes
 if TYPE_CHECKING:
+    from typing import Any
+
     from megatron_ce_adaptor.megatron.patching import apply_patches, patch_status, remove_patches
 
 __all__ = ["apply_patches", "install_import_hook", "patch_status", "remove_patches"]

@@ -1,8 +1,8 @@
 """A meta-path finder that patches a target right after its module has been executed.
 
 It makes the order of imports irrelevant: ``import megatron_ce_adaptor`` may stand before or after
-Megatron's imports. Importing this module costs nothing: it loads neither torch nor PyYAML; the
-declarations are read when the first ``megatron.*`` module is looked up.
+Megatron's imports. Importing this module costs nothing: it loads neither torch nor PyYAML, not even
+``typing``; the declarations are read when the first ``megatron.*`` module is looked up.
 
 The finder stays installed while patches are wanted, because a reload executes a module anew.
 """
@@ -10,11 +10,14 @@ The finder stays installed while patches are wanted, because a reload executes a
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from _thread import get_ident
+
+TYPE_CHECKING = False  # typing's, without the milliseconds that importing typing takes
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 _ROOT = "megatron"
 
@@ -47,14 +50,15 @@ class PatchingFinder:
     """Finds nothing itself: asks the other finders and hooks into the loading of patched modules."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._busy: set[int] = set()  # threads inside find_spec
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if getattr(self._local, "busy", False):
+        thread = get_ident()
+        if thread in self._busy:  # our own imports, or a finder that asks all finders, as we do
             return None
-        self._local.busy = True
+        self._busy.add(thread)
         try:
             if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
                 # A target that some other finder loaded past us, or that was half-imported when we came
@@ -66,13 +70,9 @@ class PatchingFinder:
             patching.apply_waiting()
             if fullname not in patching.target_modules():
                 return None
-        finally:
-            self._local.busy = False
-        self._local.busy = True  # a finder that asks all finders, as we do, must not come back to us
-        try:
             spec = self._find_elsewhere(fullname, path, target)
         finally:
-            self._local.busy = False
+            self._busy.discard(thread)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _PatchAfterExecution(spec.loader, patching.module_executed)  # type: ignore[assignment]
         return spec

@@ -110,6 +110,8 @@ class _Record:
 
 _lock = threading.RLock()
 _specs: tuple[PatchSpec, ...] | None = None
+_resolved: dict[str, Callable[..., Any]] = {}  # replacements by dotted name
+_this_thread = threading.local()
 _records: dict[str, _Record] = {}
 _bindings: list[tuple[str, Any, str, _Patch]] = []  # (target, holder, attribute, patch), oldest first
 _patches: list[_Patch] = []
@@ -183,7 +185,9 @@ def megatron_version() -> str | None:
         return None
     package_info = sys.modules.get("megatron.core.package_info")
     version = vars(package_info).get("__version__") if package_info is not None else None
-    version = version or vars(core).get("__version__") or _version_on_disk(tuple(getattr(core, "__path__", ())))
+    version = (
+        version or vars(core).get("__version__") or _version_on_disk(tuple(getattr(core, "__path__", ())))
+    )
     return version if isinstance(version, str) else None
 
 
@@ -209,23 +213,33 @@ def target_modules() -> frozenset[str]:
 
 def module_executed(module: ModuleType) -> None:
     """Applies what concerns a module that has just been executed, for the first time or by a reload."""
-    if not import_hook.wanted:
-        return
     for spec in _load_specs():
         if spec.module == module.__name__:
             _apply(spec, module, fresh=True)
 
 
 def apply_waiting() -> None:
-    """Applies what concerns modules that got executed without the hook noticing."""
-    if not import_hook.wanted or _specs is None:
-        return
-    for spec in _specs:
+    """Applies what concerns modules that got executed without the hook noticing.
+
+    It is called while some ``megatron.*`` module is being looked up, so it may import our own.
+    """
+    for spec in _load_specs():
         if spec.target not in _records and (module := _executed_module(spec.module)) is not None:
             _apply(spec, module, fresh=False)
 
 
-import_hook.recheck = apply_waiting
+def _apply_waiting_without_imports() -> None:
+    """The same while any module is looked up: it could be the one we would import, and be loaded twice."""
+    if getattr(_this_thread, "applying", False) or _specs is None:
+        return
+    for spec in _specs:
+        if spec.target in _records or spec.replacement not in _resolved:
+            continue
+        if (module := _executed_module(spec.module)) is not None:
+            _apply(spec, module, fresh=False)
+
+
+import_hook.recheck = _apply_waiting_without_imports
 
 
 # --------------------------------------------------------------------------------------- applying
@@ -247,22 +261,27 @@ def _executed_module(name: str) -> ModuleType | None:
 
 
 def _apply(spec: PatchSpec, module: ModuleType, fresh: bool, warn: bool = True) -> None:
-    # Imports happen before the lock is taken: another thread may hold an import lock and want ours.
-    version = megatron_version()
-    replacement = _resolve(spec)
-    with _lock:
-        if not import_hook.wanted:
-            return
-        record = _applied_record(spec, module, version, replacement, fresh)
-        _records[spec.target] = record
+    _this_thread.applying = True
+    try:
+        # Imports happen before the lock is taken: another thread may hold an import lock and want ours.
+        version = megatron_version()
+        replacement = _resolve(spec)
+        with _lock:
+            if not import_hook.wanted:  # removed by another thread in the meantime
+                return
+            record = _applied_record(spec, module, version, replacement, fresh)
+            _records[spec.target] = record
+    finally:
+        _this_thread.applying = False
     if warn and record.state in (TargetState.MISSING, TargetState.TAKEN_OVER):
         _warn(spec, record)
 
 
 def _resolve(spec: PatchSpec) -> Callable[..., Any]:
-    module, _, name = spec.replacement.rpartition(".")
-    replacement: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return replacement
+    if spec.replacement not in _resolved:
+        module, _, name = spec.replacement.rpartition(".")
+        _resolved[spec.replacement] = getattr(importlib.import_module(module), name)
+    return _resolved[spec.replacement]
 
 
 def _applied_record(

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # --import-mode=importlib leaves
 
 from fake_megatron import build_fake_megatron
 
-from megatron_ce_adaptor.megatron import remove_patches
+from megatron_ce_adaptor.megatron import import_hook, remove_patches
+
 
 @pytest.fixture
 def fake_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
@@ -22,8 +23,9 @@ def fake_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
     Nothing of it, nor any patch, is left behind; a real Megatron that was imported before comes back.
     """
-    real = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "megatron"}
+    wanted = import_hook.wanted
     remove_patches()
+    real = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "megatron"}
 
     def build(*args: Any, **kwargs: Any) -> Path:
         root = build_fake_megatron(tmp_path / "fake", *args, **kwargs)
@@ -36,3 +38,5 @@ def fake_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]
     sys.modules.update(real)
+    if wanted:
+        import_hook.install_import_hook()

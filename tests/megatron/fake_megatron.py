@@ -1,4 +1,4 @@
-"""Writes a small package tree named ``megatron`` with the names that are patched, in the shape of a given version.
+"""Writes a small package tree named ``megatron`` with the names that are patched, as a version has them.
 
 It imports as Megatron does: the package's own version becomes known only after the first patched modules have
 been executed, and LanguageModule binds ``te_parallel_cross_entropy`` by value.
@@ -14,10 +14,10 @@ def te_parallel_cross_entropy(logits, labels, tp_group, is_cg_capturable=False):
     """Stands for TransformerEngine's kernel."""
     return "transformer engine"
 '''
-NATIVE = '''
+NATIVE = """
 def {name}(logits, labels, *more, **named):
     return ("{name}", logits, labels, more, named)
-'''
+"""
 LANGUAGE_MODULE = """
 from megatron.core import tensor_parallel
 try:
@@ -69,7 +69,7 @@ class ModelParallelConfig:
 CONFIG_CHECKS = {
     "silent": "pass",
     "warns": 'te and warnings.warn("te has known stability issues", UserWarning)',
-    "asserts": 'assert not te, "Transformer Engine cross entropy loss fusion is disabled due to stability issues. "',
+    "asserts": 'assert not te, "te loss fusion is disabled due to stability issues. "',
 }
 
 
@@ -89,7 +89,7 @@ def build_fake_megatron(
         version: what ``megatron.core.package_info`` says; ``None`` leaves the version out.
         te: TransformerEngine is installed, so ``te_parallel_cross_entropy`` is a function and not ``None``.
         refuses_te: ``validate_args`` has the assertion of 0.18.2.
-        config: what ``ModelParallelConfig.__post_init__`` does about te: ``silent``, ``warns`` or ``asserts``.
+        config: what ``ModelParallelConfig`` does about te: ``silent``, ``warns`` or ``asserts``.
         without: names that this version does not have.
         extra: source text appended to modules or making new ones, by dotted module name.
     """
@@ -99,7 +99,9 @@ def build_fake_megatron(
         "megatron.__init__": "",
         "megatron.core.__init__": "import megatron.core.tensor_parallel\nimport megatron.core.package_info\n",
         "megatron.core.package_info": f"__version__ = {version!r}\n" if version else "",
-        "megatron.core.tensor_parallel.__init__": f"from .cross_entropy import {exported}\n" if exported else "",
+        "megatron.core.tensor_parallel.__init__": f"from .cross_entropy import {exported}\n"
+        if exported
+        else "",
         "megatron.core.tensor_parallel.cross_entropy": native["vocab_parallel_cross_entropy"],
         "megatron.core.fusions.__init__": "",
         "megatron.core.fusions.fused_cross_entropy": native["fused_vocab_parallel_cross_entropy"],

@@ -13,8 +13,7 @@ from interpreters import start_python
 from megatron_ce_adaptor.megatron import apply_patches, install_import_hook, remove_patches
 from megatron_ce_adaptor.megatron.call_counter import call_counts, count_native, summary_line
 
-
-# Each scenario runs in a child of one interpreter that has imported everything, for torch takes seconds to import.
+# Each scenario runs in a child of one interpreter that has imported everything, for torch takes seconds.
 # What a child's interpreter writes goes to a file, as it does under torchrun.
 PROGRAM = """
 import json, os, sys
@@ -134,12 +133,15 @@ def test_every_counted_kind_is_reported(fake_megatron):
     language_module = importlib.import_module("megatron.core.models.common.language_module.language_module")
     language_module.loss("te", torch.randn(2, 1, 5), torch.zeros(2, 1, dtype=torch.long))
     counts = call_counts()
-    expected = f"cross entropy: te {counts['te']} calls, native {counts['native']} calls, implementation reference"
+    expected = (
+        f"cross entropy: te {counts['te']} calls, native {counts['native']} calls, implementation reference"
+    )
     assert re.fullmatch(rf"\[rank \d+\] {expected}", summary_line())
 
 
 def line(te, native, implementation, rank=0):
-    return f"[rank {rank}] cross entropy: te {te} calls, native {native} calls, implementation {implementation}\n"
+    calls = f"te {te} calls, native {native} calls"
+    return f"[rank {rank}] cross entropy: {calls}, implementation {implementation}\n"
 
 
 def test_the_line_at_exit(printed):

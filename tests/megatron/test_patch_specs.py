@@ -43,7 +43,7 @@ def test_declarations_of_a_wheel_come_before_those_of_a_checkout(tmp_path, monke
     package = tmp_path / "megatron_ce_adaptor"
     monkeypatch.setattr(patch_specs, "__file__", str(package / "megatron" / "patch_specs.py"))
     (package / "megatron").mkdir(parents=True)
-    with pytest.raises(PatchFileError, match="no patch declarations .* reinstall"):
+    with pytest.raises(PatchFileError, match=r"no patch declarations .* reinstall"):
         patch_directory()
     for folder in (tmp_path / "patches", package / "patches"):
         folder.mkdir()
@@ -77,9 +77,18 @@ def test_fields(tmp_path):
         (GOOD.replace('">=0.17"', '"0.17"'), "one.yaml: version must be a PEP 440 range"),
         (GOOD.replace("true", "maybe"), "one.yaml: required must be a PEP 440 range"),
         (GOOD.replace("true", "3"), "one.yaml: required must be true, false or a version range, not 3"),
-        (GOOD.replace("target: megatron.", "target: torch."), "one.yaml: target must be .* starts with 'megatron'"),
-        (GOOD.replace("megatron.training.arguments.", "megatron.a-b."), "one.yaml: target must be a dotted name"),
-        (GOOD.replace("megatron_ce_adaptor.m", "os.m"), "one.yaml: replacement must be .*'megatron_ce_adaptor'"),
+        (
+            GOOD.replace("target: megatron.", "target: torch."),
+            "one.yaml: target must be .* starts with 'megatron'",
+        ),
+        (
+            GOOD.replace("megatron.training.arguments.", "megatron.a-b."),
+            "one.yaml: target must be a dotted name",
+        ),
+        (
+            GOOD.replace("megatron_ce_adaptor.m", "os.m"),
+            "one.yaml: replacement must be .*'megatron_ce_adaptor'",
+        ),
     ],
 )
 def test_a_bad_declaration_is_named(tmp_path, text, message):
@@ -89,8 +98,9 @@ def test_a_bad_declaration_is_named(tmp_path, text, message):
 
 def test_two_declarations_of_one_target(tmp_path):
     (tmp_path / "another.yaml").write_text(GOOD)
-    with pytest.raises(PatchFileError, match=re.escape("one.yaml: target megatron.training.arguments.validate_args is "
-                                                       "already declared in another.yaml")):  # fmt: skip
+    with pytest.raises(
+        PatchFileError, match=r"one.yaml: target .*validate_args is already declared in another"
+    ):
         load(tmp_path, GOOD)
 
 

@@ -11,7 +11,13 @@ import warnings
 import pytest
 import torch
 
-from megatron_ce_adaptor.megatron import apply_patches, import_hook, install_import_hook, patch_status, remove_patches
+from megatron_ce_adaptor.megatron import (
+    apply_patches,
+    import_hook,
+    install_import_hook,
+    patch_status,
+    remove_patches,
+)
 from megatron_ce_adaptor.megatron.call_counter import call_counts
 from megatron_ce_adaptor.megatron.patching import PatchError, PatchWarning, TargetState
 
@@ -78,7 +84,10 @@ def test_targets_wait_for_their_import(fake_megatron):
     assert status.ok
     importlib.import_module(FUSED)
     applied = [t.target for t in patch_status().targets if t.state is TargetState.APPLIED]
-    assert applied == [f"{FUSED}.fused_vocab_parallel_cross_entropy", f"{UNFUSED}.vocab_parallel_cross_entropy"]
+    assert applied == [
+        f"{FUSED}.fused_vocab_parallel_cross_entropy",
+        f"{UNFUSED}.vocab_parallel_cross_entropy",
+    ]
 
 
 def test_language_module_is_patched_where_the_te_extension_cannot_be_imported(fake_megatron):
@@ -180,6 +189,7 @@ def test_specs_and_loaders_look_as_without_the_hook(fake_megatron):
 def test_concurrent_imports_and_applications(fake_megatron):
     fake_megatron(te=True)
     install_import_hook()
+    importlib.import_module("megatron.core")  # circular: Python itself gives up when threads race for it
     barrier = threading.Barrier(8)
     errors = []
 
@@ -230,7 +240,9 @@ def test_removal_restores_the_very_objects(fake_megatron, te):
 
     def snapshot():
         names = {**modules, "initialize": initialize, "tensor_parallel": tensor_parallel}
-        content = {(m, k): id(v) for m, module in names.items() for k, v in vars(module).items() if k[:2] != "__"}
+        content = {
+            (m, k): id(v) for m, module in names.items() for k, v in vars(module).items() if k[:2] != "__"
+        }
         return content | {"post_init": id(modules[CONFIG].ModelParallelConfig.__post_init__)}
 
     before = snapshot()
@@ -269,7 +281,7 @@ def test_a_kept_reference_to_ours_says_why_there_is_no_original(fake_megatron):
     kept = importlib.import_module(TE).te_parallel_cross_entropy
     assert list(kept.__signature__.parameters) == ["logits", "labels", "tp_group", "is_cg_capturable"]
     remove_patches()
-    with pytest.raises(RuntimeError, match="after remove_patches.*native"):
+    with pytest.raises(RuntimeError, match=r"after remove_patches.*native"):
         kept(*logits_and_labels(), None)
 
 
@@ -364,7 +376,9 @@ def test_a_missing_target_is_loud_with_megatron_imported_first(fake_megatron):
         FUSED: "fused_vocab_parallel_cross_entropy = 3\n"
     })  # fmt: skip
     import_all()
-    with pytest.warns(PatchWarning, match="fused_vocab_parallel_cross_entropy is missing .*3, not a function"):
+    with pytest.warns(
+        PatchWarning, match="fused_vocab_parallel_cross_entropy is missing .*3, not a function"
+    ):
         apply_patches()
 
 
@@ -459,7 +473,7 @@ def test_another_packages_wrapper_around_ours_counts_as_applied(fake_megatron):
 
 
 class PatchManager:
-    """The way MindSpeed and MegatronAdaptor patch: remember the original, later set it everywhere by identity."""
+    """How MindSpeed and MegatronAdaptor patch: remember the original, later replace it by identity."""
 
     def __init__(self, module, name, new=None, wrapper=None):
         self.module, self.name = sys.modules[module], name
@@ -475,15 +489,19 @@ class PatchManager:
 
 
 def their_validate_args_wrapper(original):
-    def validate_args(args, defaults={}):
+    def validate_args(args, *defaults):
         args.seen_by_them = True
-        return original(args, defaults)
+        return original(args, *defaults)
 
     return validate_args
 
 
 def validate_args(arguments, **named):
-    settings = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "deterministic_mode": False}
+    settings = {
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+        "deterministic_mode": False,
+    }
     args = types.SimpleNamespace(**settings | named)
     arguments.validate_args(args)
     return args

@@ -121,7 +121,11 @@ def test_without_a_group_megatrons_is_taken(monkeypatch):
 
 
 def arguments(**named):
-    settings = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "deterministic_mode": False}
+    settings = {
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+        "deterministic_mode": False,
+    }
     return types.SimpleNamespace(**settings | named)
 
 
