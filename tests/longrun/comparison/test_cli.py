@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -16,7 +17,8 @@ def test_importing_it_loads_no_framework():
         "import sys; sys.modules['torch'] = None; import megatron_ce_adaptor.cli as c; "
         "import megatron_ce_adaptor.longrun.compare_command, megatron_ce_adaptor.longrun.report_command, "
         "megatron_ce_adaptor.longrun.environment; "
-        "bad = {'megatron', 'numpy', 'matplotlib', 'yaml', 'triton'} & {m.split('.')[0] for m in sys.modules}; "
+        "frameworks = {'megatron', 'numpy', 'matplotlib', 'yaml', 'triton'}; "
+        "bad = frameworks & {m.split('.')[0] for m in sys.modules}; "
         "sys.exit(repr(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -85,8 +87,6 @@ def test_missing_package(monkeypatch, capsys, missing, sentence):
 
     monkeypatch.setattr(cli.importlib, "import_module", lacking)
     assert cli.main(["doctor"]) == 2
-    import re
-
     error = capsys.readouterr().err
     assert re.search(sentence, error) and error.count("\n") == 1
 

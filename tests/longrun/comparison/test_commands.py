@@ -268,6 +268,23 @@ def test_report_escapes_what_logs_say(run_dir, capsys):
     assert "<script" not in page.lower() and page.count("&lt;script&gt;") >= 5
 
 
+def test_report_escapes_every_string_of_a_foreign_metrics_file(run_dir, capsys):
+    call(capsys, "compare", run_dir)
+    attack = "<script>alert(1)</script>"
+
+    def poison(value):
+        if isinstance(value, dict):
+            return {key: poison(v) for key, v in value.items()}
+        if isinstance(value, list):
+            return [poison(v) for v in value]
+        return attack + value if isinstance(value, str) else value
+
+    metrics = poison(json.loads((run_dir / "metrics.json").read_text()))
+    metrics["comparison"]["different arguments"] = [{"name": attack, "native": attack, "te": None}]
+    page = report.render_html(metrics, None)
+    assert "<script" not in page.lower() and page.count("&lt;script&gt;") > 50
+
+
 def test_report_of_a_failed_and_gappy_run(maker, tmp_path, capsys):
     """NaN, missing times, no memory: the page and the picture are made all the same, and say FAIL."""
     native, te = maker(memory=()), maker("te", memory=(), factor=1.0)

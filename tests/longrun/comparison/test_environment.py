@@ -41,6 +41,7 @@ def test_nothing_names_the_machine_or_the_person(private):
     private.setenv("TORCH_HOME", "/home/bob/.cache/torch")
     private.setenv("ASCEND_HOME_PATH", "/root/Ascend")
     private.setenv("MCE_API_TOKEN", "s3cret")
+    private.setenv("NCCL_DEBUG_FILE", "/tmp/alice/nccl.log")
     private.setenv("SSH_CLIENT", "192.168.1.5 1 2")
     text = json.dumps(environment.collect())
     for secret in (
@@ -49,6 +50,7 @@ def test_nothing_names_the_machine_or_the_person(private):
         "alice",
         "10.12.0.7",
         "fe80",
+        "0a:1b",
         "bob",
         "/root",
         "s3cret",

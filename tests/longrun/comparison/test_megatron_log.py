@@ -125,11 +125,13 @@ def test_skipped_step_has_no_loss(tmp_path, maker):
 
 
 def test_restart_in_the_same_file(tmp_path, maker):
-    first, second = maker(steps=12, announced=20), maker(steps=20, factor=2.0)
+    first = maker(steps=12, announced=20, arguments={"only_in_the_first": "1"})
+    second = maker(steps=20, factor=2.0)
     done = {first.step_line(s).split("|")[0].split("/")[0].split("iteration")[1] for s in range(1, 11)}
     resumed = [line for line in second.lines() if not any(f"iteration{d}/" in line for d in done)]
     log = parse_log(write(tmp_path, [*first.lines()[:-9], *resumed]))
     assert log.replaced == [11, 12] and log.starts == 2 and log.missing_steps == []
+    assert "only_in_the_first" not in log.arguments and log.arguments["seq_length"] == "64"
     assert log.steps[11].lm_loss == pytest.approx(2 * log.steps[10].lm_loss, rel=0.05)
 
 
