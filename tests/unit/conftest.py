@@ -1,13 +1,15 @@
-"""Fixtures of the unit tests: on which device and implementation a test runs, and processes for tensor parallelism.
+"""Fixtures of the unit tests: on which device and implementation a test runs, and processes for tensor
+parallelism.
 
-The whole set runs once per kind: on the CPU with the reference implementation; on the CPU with the Triton kernels in
-the interpreter (`TRITON_INTERPRET=1 pytest -m interpreter`, a run of its own because Triton reads the variable when
-it is imported); on an NVIDIA GPU with the compiled kernels (`pytest -m gpu`).
+The whole set runs once per kind: on the CPU with the reference implementation; on the CPU with the Triton
+kernels in the interpreter (`TRITON_INTERPRET=1 pytest -m interpreter`, a run of its own because Triton
+reads the variable when it is imported); on an NVIDIA GPU with the compiled kernels (`pytest -m gpu`).
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +42,26 @@ class Device:
 REFERENCE = Device("reference", "cpu", "reference")
 INTERPRETER = Device("interpreter", "cpu", "triton")
 COMPILED = Device("compiled", "cuda", "triton")
+
+
+MOST_INTERPRETED_CASES = 16
+"""Of a parametrised test: the interpreter takes about a second a case, and the other runs take them all."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves a fixed random sample of the interpreter's cases where a test has many."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("interpreter"):
+            cases.setdefault((str(item.path), item.originalname), []).append(item)
+    dropped: set[int] = set()
+    for (_, name), group in cases.items():
+        keep = MOST_INTERPRETED_CASES
+        if len(group) > keep:
+            dropped.update(map(id, random.Random(name).sample(group, len(group) - keep)))
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in dropped])
+        items[:] = [item for item in items if id(item) not in dropped]
 
 
 def _devices(with_reference: bool = True) -> list[object]:
@@ -85,7 +107,8 @@ def poisoned_empty() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pools(world_size)`: processes that stay up for the session, started on first use, restarted after a failure."""
+    """`rank_pools(world_size)`: processes that stay up for the session, started on first use, restarted
+    after a failure."""
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:

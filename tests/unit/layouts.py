@@ -1,7 +1,7 @@
 """Logits, labels and upstream gradients in the memory layouts that people hand to a loss.
 
-A logits layout is a pair: the shape of the parent tensor, and the view of it that is the logits. The parent is larger
-than the view in most of them, and its other elements must never be written.
+A logits layout is a pair: the shape of the parent tensor, and the view of it that is the logits. The
+parent is larger than the view in most of them, and its other elements must never be written.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def labels_in(layout: str, leading: tuple[int, ...], vocab: int, generator: torc
 UPSTREAM_LAYOUTS = ("first_is_zero", "expanded", "transposed", "strided")
 
 
-def upstream_in(layout: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def upstream_in(
+    layout: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
     """A random gradient of the loss, stored in the way that `layout` names."""
 
     def draw(*size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Dense fp64 cross entropy in plain PyTorch: what every implementation is compared with.
 
-Written out by hand so that it shares neither code nor formulas with the package; `test_oracle.py` compares it with
-`torch.nn.functional.cross_entropy` wherever PyTorch defines the result.
+Written out by hand so that it shares neither code nor formulas with the package; `test_oracle.py` compares
+it with `torch.nn.functional.cross_entropy` wherever PyTorch defines the result.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 class Reference:
     """Results in fp64, shaped like the logits' leading dimensions (`gradient`: like the logits).
 
-    `loss_scale` and `gradient_scale` hold the sum of the absolute values of the terms that make up each element: the
-    amount that a relative rounding error in every step of the computation is relative to (see `tolerances.py`).
-    `seed_scale` is the absolute upstream gradient of each row; the reference's own error is relative to it, because
-    its `p - 1` at the target is a difference.
+    `loss_scale` and `gradient_scale` hold the sum of the absolute values of the terms that make up each
+    element: the amount that a relative rounding error in every step of the computation is relative to (see
+    `tolerances.py`). `seed_scale` is the absolute upstream gradient of each row; the reference's own error
+    is relative to it, because its `p - 1` at the target is a difference.
     """
 
     loss: Tensor
@@ -44,11 +44,12 @@ def dense_cross_entropy(
     reduce_loss: bool = False,
     z_loss_weight: float = 0.0,
 ) -> Reference:
-    """Cross entropy of `logits` (`[..., V]`, any dtype and strides) against `target` (as many elements as rows).
+    """Cross entropy of `logits` (`[..., V]`, any dtype and strides) against `target` (as many elements as
+    rows).
 
-    `upstream` is the gradient of the (per-row or reduced) loss; ones when it is not given. A row whose target is
-    `ignore_idx` has loss 0 and gradient 0 whatever its logits hold. `reduce_loss` divides the sum by the number of
-    rows that are not ignored, or by 1 when there are none.
+    `upstream` is the gradient of the (per-row or reduced) loss; ones when it is not given. A row whose
+    target is `ignore_idx` has loss 0 and gradient 0 whatever its logits hold. `reduce_loss` divides the
+    sum by the number of rows that are not ignored, or by 1 when there are none.
     """
     leading, vocab = logits.shape[:-1], logits.shape[-1]
     x = logits.detach().double().cpu().reshape(-1, vocab).clone().requires_grad_()
@@ -72,7 +73,11 @@ def dense_cross_entropy(
     loss = torch.zeros(labels.shape, dtype=torch.float64).masked_scatter(kept, row_loss)
     divisor = max(1, int(kept.sum())) if reduce_loss else 1
     result = loss.sum() / divisor if reduce_loss else loss
-    seed = torch.ones_like(result) if upstream is None else upstream.detach().double().cpu().reshape(result.shape)
+    seed = (
+        torch.ones_like(result)
+        if upstream is None
+        else upstream.detach().double().cpu().reshape(result.shape)
+    )
     (gradient,) = torch.autograd.grad(result, x, seed)
 
     with torch.no_grad():
@@ -138,5 +143,7 @@ def _scales(
         others = masked.exp().sum(dim=-1, keepdim=True)
     log_others = torch.where(others > 0, others.log().abs(), 0.0)
     z_term = 2.0 * z_loss_weight * size * prob.gather(1, column)
-    at_target = others * (1.0 + log_others + torch.tensor(float(vocab)).log()) + label_smoothing + z_term * 2.0
+    at_target = (
+        others * (1.0 + log_others + torch.tensor(float(vocab)).log()) + label_smoothing + z_term * 2.0
+    )
     return loss[:, 0], gradient.scatter(1, column, at_target)

@@ -1,4 +1,5 @@
-"""Uninitialised memory that shows: `torch.empty` and its relatives hold NaN, so that reading it before writing fails."""
+"""Uninitialised memory that shows: `torch.empty` and its relatives hold NaN, so that reading it before
+writing fails."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Floating-point tensors from `torch.empty*` and `Tensor.new_empty*` are filled with NaN inside the context."""
+    """Floating-point tensors from `torch.empty*` and `Tensor.new_empty*` are filled with NaN inside the
+    context."""
     saved = [(owner, name, getattr(owner, name)) for owner, name in FACTORIES]
     for owner, name, original in saved:
         setattr(owner, name, _poisoned(original))

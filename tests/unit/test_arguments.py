@@ -16,10 +16,12 @@ from megatron_ce_adaptor.cross_entropy import parallel_cross_entropy
 
 def logits_and_target(device: Device, *leading: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = leading or (2, 3)
-    return torch.randn(*shape, 7, device=device.type), torch.zeros(shape, dtype=torch.int64, device=device.type)
+    return torch.randn(*shape, 7, device=device.type), torch.zeros(
+        shape, dtype=torch.int64, device=device.type
+    )
 
 
-# --- the signature --------------------------------------------------------------------------------------------------
+# --- the signature ------------------------------------------------------------------------------------------
 
 
 def test_positional_order_is_that_of_transformer_engine_2_17() -> None:
@@ -69,7 +71,7 @@ def test_is_cg_capturable_changes_nothing(device: Device, value: bool) -> None:
     assert torch.equal(parallel_cross_entropy(logits, target, 0.0, False, None, -100, value), expected)
 
 
-# --- logits ---------------------------------------------------------------------------------------------------------
+# --- logits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3, 4, 7)], ids=str)
@@ -92,7 +94,7 @@ def test_logits_that_are_no_tensor(device: Device, logits: Any) -> None:
         parallel_cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=device.type))
 
 
-# --- labels ---------------------------------------------------------------------------------------------------------
+# --- labels -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
@@ -131,7 +133,7 @@ def test_tensors_on_different_devices(device: Device) -> None:
         parallel_cross_entropy(logits, target.to("meta"))
 
 
-# --- options --------------------------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, 1.5, float("nan")])
@@ -161,5 +163,7 @@ def test_automatic_choice_runs(device: Device, monkeypatch: pytest.MonkeyPatch) 
     logits, target = logits_and_target(device)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     for value in ("auto", None):
-        monkeypatch.delenv("MCE_IMPLEMENTATION") if value is None else monkeypatch.setenv("MCE_IMPLEMENTATION", value)
+        monkeypatch.delenv("MCE_IMPLEMENTATION") if value is None else monkeypatch.setenv(
+            "MCE_IMPLEMENTATION", value
+        )
         torch.testing.assert_close(parallel_cross_entropy(logits, target), expected.view(2, 3))

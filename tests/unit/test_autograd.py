@@ -1,4 +1,5 @@
-"""How the operation behaves in autograd: retained graphs, overwriting, memory, host synchronisation, gradcheck, AMP."""
+"""How the operation behaves in autograd: retained graphs, overwriting, memory, host synchronisation,
+gradcheck, AMP."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def example(
     return logits, target
 
 
-# --- more than one backward -----------------------------------------------------------------------------------------
+# --- more than one backward ---------------------------------------------------------------------------------
 
 
 def test_two_backwards_on_a_retained_graph_are_equal(device: Device) -> None:
@@ -73,7 +74,8 @@ def test_two_losses_over_the_same_logits(device: Device) -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_second_order_is_a_clear_error(device: Device, overwrite: bool) -> None:
-    """HAZARDS 8: `create_graph=True` fails, in backward or where the gradient is differentiated, with a reason."""
+    """HAZARDS 8: `create_graph=True` fails, in backward or where the gradient is differentiated, with a
+    reason."""
     logits, target = example(device, 5)
     loss = parallel_cross_entropy(logits * 1, target, overwrite_input=overwrite)
     with pytest.raises(RuntimeError, match=r"(?i)once_differentiable|second|create_graph|twice"):
@@ -82,7 +84,7 @@ def test_second_order_is_a_clear_error(device: Device, overwrite: bool) -> None:
         gradient.sum().backward()
 
 
-# --- overwrite_input ------------------------------------------------------------------------------------------------
+# --- overwrite_input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -149,7 +151,7 @@ def test_out_of_place_gives_a_gradient_of_its_own(device: Device) -> None:
     assert logits._version == version
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def peak_extra_bytes(device: Device, function: Callable[[], Any]) -> int:
@@ -161,7 +163,9 @@ def peak_extra_bytes(device: Device, function: Callable[[], Any]) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - start
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         function()
     allocations = [
         (event.start_ns(), event.nbytes())
@@ -177,8 +181,11 @@ def peak_extra_bytes(device: Device, function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_overwriting_needs_no_memory_of_the_logits_size(device: Device, dtype: torch.dtype) -> None:
-    """Forward and backward together hold less than 30 % of the logits at any moment; out of place needs 100 %."""
-    leaf, target = example(device, device.rows(256, 32_000) if device.name != "interpreter" else 8, vocab=32_000)
+    """Forward and backward together hold less than 30 % of the logits at any moment; out of place needs
+    100 %."""
+    leaf, target = example(
+        device, device.rows(256, 32_000) if device.name != "interpreter" else 8, vocab=32_000
+    )
     logits_bytes = leaf.numel() * dtype.itemsize
 
     def step(overwrite: bool) -> Callable[[], None]:
@@ -199,7 +206,9 @@ def test_overwriting_needs_no_memory_of_the_logits_size(device: Device, dtype: t
 
 
 def test_forward_alone_needs_no_memory_of_the_logits_size(device: Device) -> None:
-    leaf, target = example(device, 256 if device.name != "interpreter" else 8, vocab=32_000, dtype=torch.bfloat16)
+    leaf, target = example(
+        device, 256 if device.name != "interpreter" else 8, vocab=32_000, dtype=torch.bfloat16
+    )
 
     def run() -> None:
         parallel_cross_entropy(leaf, target, 0.1, return_statistics=True)
@@ -208,7 +217,7 @@ def test_forward_alone_needs_no_memory_of_the_logits_size(device: Device) -> Non
     assert peak_extra_bytes(device, run) < 0.3 * leaf.numel() * leaf.element_size()
 
 
-# --- host synchronisation -------------------------------------------------------------------------------------------
+# --- host synchronisation -----------------------------------------------------------------------------------
 
 SYNCHRONISING = (
     "item",
@@ -227,7 +236,8 @@ SYNCHRONISING = (
 
 @contextlib.contextmanager
 def no_host_synchronisation(monkeypatch: pytest.MonkeyPatch, allowed: tuple[str, ...]) -> Iterator[None]:
-    """Everything through which Python reads a tensor's value raises; on a GPU PyTorch's own check is on as well.
+    """Everything through which Python reads a tensor's value raises; on a GPU PyTorch's own check is on as
+    well.
 
     `allowed`: what Triton's interpreter does itself to hand tensors to a kernel.
     """
@@ -257,20 +267,25 @@ def no_host_synchronisation(monkeypatch: pytest.MonkeyPatch, allowed: tuple[str,
 def test_no_host_synchronisation(
     kernel_device: Device, monkeypatch: pytest.MonkeyPatch, reduce_loss: bool, overwrite: bool
 ) -> None:
-    """HAZARDS 14. Labels are not checked on a GPU; with the interpreter, on the CPU, the check is turned off."""
+    """HAZARDS 14. Labels are not checked on a GPU; with the interpreter, on the CPU, the check is turned
+    off."""
     device = kernel_device
     if device.name == "interpreter":
         monkeypatch.setenv("MCE_CHECK_LABELS", "0")
     leaf, target = example(device, 3, 4)
     target[0, 1] = -100
     upstream = torch.ones((), device=device.type) if reduce_loss else torch.randn(3, 4, device=device.type)
-    reference = dense_cross_entropy(leaf, target, upstream=upstream, label_smoothing=0.1, reduce_loss=reduce_loss)
+    reference = dense_cross_entropy(
+        leaf, target, upstream=upstream, label_smoothing=0.1, reduce_loss=reduce_loss
+    )
     logits = leaf * 1
     arguments = (logits, target, 0.1, reduce_loss)
     parallel_cross_entropy(*arguments)  # compiles the kernels
     torch.autograd.grad(parallel_cross_entropy(*arguments).sum(), logits)
     with no_host_synchronisation(monkeypatch, allowed=("cpu",) if device.name == "interpreter" else ()):
-        loss, statistics = parallel_cross_entropy(*arguments, overwrite_input=overwrite, return_statistics=True)
+        loss, statistics = parallel_cross_entropy(
+            *arguments, overwrite_input=overwrite, return_statistics=True
+        )
         (gradient,) = torch.autograd.grad(loss, logits, upstream)
     assert statistics.entropy.shape == (3, 4)
     assert_loss_close(loss, reference, torch.float32)
@@ -307,7 +322,7 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gradient_close(gradient, reference, torch.float32)
 
 
-# --- gradcheck and contexts -----------------------------------------------------------------------------------------
+# --- gradcheck and contexts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

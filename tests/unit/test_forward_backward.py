@@ -1,4 +1,5 @@
-"""Loss and gradient against the fp64 reference over dtypes, shapes, layouts and options, with random upstream gradients."""
+"""Loss and gradient against the fp64 reference over dtypes, shapes, layouts and options, with random
+upstream gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def check(
     reduce_loss: bool = False,
     ignore_idx: int = -100,
 ) -> None:
-    """Runs `logits` (a CPU tensor of any strides) forward and backward on `device` and compares with the reference."""
+    """Runs `logits` (a CPU tensor of any strides) forward and backward on `device` and compares with the
+    reference."""
     reference = dense_cross_entropy(
         logits,
         target,
@@ -41,7 +43,9 @@ def check(
         ignore_idx=ignore_idx,
     )
     leaf = logits.to(device.type).detach().requires_grad_()
-    loss = parallel_cross_entropy(leaf, target.to(device.type), label_smoothing, reduce_loss, None, ignore_idx)
+    loss = parallel_cross_entropy(
+        leaf, target.to(device.type), label_smoothing, reduce_loss, None, ignore_idx
+    )
     assert_loss_close(loss, reference, logits.dtype)
     (gradient,) = torch.autograd.grad(loss, leaf, upstream.to(device.type))
     assert_gradient_close(gradient, reference, logits.dtype)
@@ -84,7 +88,9 @@ def test_many_rows(device: Device) -> None:
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduce_loss", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_options(device: Device, dtype: torch.dtype, reduce_loss: bool, label_smoothing: float, ignore: str) -> None:
+def test_options(
+    device: Device, dtype: torch.dtype, reduce_loss: bool, label_smoothing: float, ignore: str
+) -> None:
     generator = torch.Generator().manual_seed(11)
     logits = random_logits(3, 11, 131, dtype=dtype, generator=generator)
     target = torch.randint(0, 131, (3, 11), generator=generator)
@@ -114,7 +120,8 @@ def test_divisor_counts_only_targets_that_are_not_ignored(device: Device) -> Non
 
 
 def test_unreduced_gradient_carries_no_divisor(device: Device) -> None:
-    """HAZARDS 1: with an upstream gradient of 1 the gradient of a row does not depend on how many rows there are."""
+    """HAZARDS 1: with an upstream gradient of 1 the gradient of a row does not depend on how many rows
+    there are."""
     generator = torch.Generator().manual_seed(13)
     logits = random_logits(8, 20, dtype=torch.float32, generator=generator).to(device.type)
     target = torch.randint(0, 20, (8,), generator=generator).to(device.type)
@@ -159,7 +166,11 @@ def test_logits_layouts_overwritten(device: Device, dtype: torch.dtype, layout: 
     """With overwrite_input the gradient goes into the view's elements of the parent and nowhere else."""
     generator = torch.Generator().manual_seed(19)
     spec = LAYOUTS[layout]
-    leaf = random_logits(*spec.parent_shape(67), dtype=dtype, generator=generator).to(device.type).requires_grad_()
+    leaf = (
+        random_logits(*spec.parent_shape(67), dtype=dtype, generator=generator)
+        .to(device.type)
+        .requires_grad_()
+    )
     parent = leaf.clone()
     before = parent.detach().clone()
     logits = spec.view(parent)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Device
 from oracle import Reference, dense_cross_entropy
-from tolerances import assert_gradient_close, assert_loss_close, assert_statistics_close
+from tolerances import assert_gradient_close, assert_loss_close, assert_statistics_close, storage_error
 
 from megatron_ce_adaptor.cross_entropy import parallel_cross_entropy
 
@@ -31,7 +31,7 @@ def check_against_dense(
     return loss, gradient, reference
 
 
-# --- accuracy -------------------------------------------------------------------------------------------------------
+# --- accuracy -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target_logit", [8.0, 12.0, 16.0, 20.0])
@@ -45,7 +45,7 @@ def test_bf16_gradient_of_a_confident_target(device: Device, target_logit: float
     _, gradient, reference = check_against_dense(device, logits, target)
     actual = gradient.double().cpu()
     norm_error = (actual.norm() - reference.gradient.norm()).abs() / reference.gradient.norm()
-    assert norm_error < 3e-3
+    assert norm_error < (3e-3 if device.name != "interpreter" else 2**-7)  # it cuts bf16 off
     at_target = actual.gather(1, target[:, None])
     expected = reference.gradient.gather(1, target[:, None])
     assert ((at_target - expected) / expected).abs().max() < 0.01
@@ -98,7 +98,8 @@ def test_shifted_logits(device: Device, offset: float) -> None:
 @pytest.mark.parametrize("vocab", [1, 2, 5, 17, 100, 1023])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_vocabulary_smaller_than_a_block(device: Device, dtype: torch.dtype, vocab: int) -> None:
-    """HAZARDS 35: the lanes of a block beyond the vocabulary count for nothing, also when all logits are negative."""
+    """HAZARDS 35: the lanes of a block beyond the vocabulary count for nothing, also when all logits are
+    negative."""
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(4, vocab, generator=generator) - 500.0).to(dtype)
     target = torch.randint(0, vocab, (4,), generator=generator)
@@ -121,13 +122,14 @@ def test_finfo_min_as_mask_value(device: Device, dtype: torch.dtype) -> None:
     assert loss[2].item() == pytest.approx(math.log(300))
 
 
-# --- infinities and NaN ---------------------------------------------------------------------------------------------
+# --- infinities and NaN -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_minus_infinity_in_places(device: Device, dtype: torch.dtype, label_smoothing: float) -> None:
-    """A few columns, all before or after the target, all but the target, and the target itself (loss inf, as dense)."""
+    """A few columns, all before or after the target, all but the target, and the target itself (loss inf,
+    as dense)."""
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(6, 70, generator=generator).to(dtype)
     logits[0, ::3] = -torch.inf
@@ -173,7 +175,7 @@ def test_nan_and_plus_infinity_stay_in_their_row(
     assert gradient.isnan().any(-1).tolist() == [False, False, True, False, False]
 
 
-# --- labels ---------------------------------------------------------------------------------------------------------
+# --- labels -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduce_loss", [False, True])
@@ -257,7 +259,8 @@ def test_minus_100_is_out_of_range_when_another_index_is_ignored(
 def test_unchecked_label_out_of_range_is_finite(
     device: Device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bad: int
 ) -> None:
-    """HAZARDS 12: its target logit counts as the row maximum (Megatron's native loss), its gradient is the softmax."""
+    """HAZARDS 12: its target logit counts as the row maximum (Megatron's native loss), its gradient is the
+    softmax."""
     monkeypatch.setenv("MCE_CHECK_LABELS", "0")
     generator = torch.Generator().manual_seed(16)
     logits = torch.randn(4, 40, generator=generator).to(dtype)
@@ -275,7 +278,7 @@ def test_unchecked_label_out_of_range_is_finite(
     assert_loss_close(loss, reference, dtype)
     (gradient,) = torch.autograd.grad(loss, leaf, upstream.to(device.type))
     torch.testing.assert_close(
-        gradient.double().cpu(), expected_gradient, rtol=torch.finfo(dtype).eps / 2 + 4e-6, atol=1e-9
+        gradient.double().cpu(), expected_gradient, rtol=storage_error(dtype) + 4e-6, atol=1e-9
     )
     assert statistics.target_log_prob[[1, 3]].tolist() == [0.0, 0.0]
     assert statistics.correct[[1, 3]].tolist() == [False, False]
@@ -284,7 +287,7 @@ def test_unchecked_label_out_of_range_is_finite(
     assert masked.sum().isfinite()
 
 
-# --- the logits are only read; the same result every time ------------------------------------------------------------
+# --- the logits are only read; the same result every time ---------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -334,7 +337,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: Device) -> None:
     assert torch.equal(together, alone)
 
 
-# --- z-loss and statistics ------------------------------------------------------------------------------------------
+# --- z-loss and statistics ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])

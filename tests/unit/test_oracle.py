@@ -90,7 +90,8 @@ def test_statistics() -> None:
 
 
 def test_tolerances_reject_a_twice_rounded_gradient() -> None:
-    """TransformerEngine <= 2.17's way: softmax in bf16, minus 1 in bf16, times the upstream gradient in bf16."""
+    """TransformerEngine <= 2.17's way: softmax in bf16, minus 1 in bf16, times the upstream gradient in
+    bf16."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(8, 1000, generator=generator).bfloat16()
     target = torch.randint(0, 1000, (8,), generator=generator)
@@ -106,7 +107,8 @@ def test_tolerances_reject_a_twice_rounded_gradient() -> None:
 
 
 def test_tolerances_reject_fp32_errors() -> None:
-    """A loss taken as `lse - x_y` at 1e8, and a gradient whose smoothing is Megatron's instead of PyTorch's."""
+    """A loss taken as `lse - x_y` at 1e8, and a gradient whose smoothing is Megatron's instead of
+    PyTorch's."""
     logits, target = torch.full((2, 100), 1e8), torch.tensor([0, 99])
     reference = dense_cross_entropy(logits, target)
     wrong = logits.logsumexp(-1) - logits.gather(1, target[:, None])[:, 0]

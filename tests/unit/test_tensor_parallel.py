@@ -22,7 +22,10 @@ HANG_S = 40.0
 
 
 def environment(device: Device) -> dict[str, str]:
-    return {"MCE_IMPLEMENTATION": device.implementation, "MCE_CHECK_LABELS": "1" if device.type == "cpu" else "0"}
+    return {
+        "MCE_IMPLEMENTATION": device.implementation,
+        "MCE_CHECK_LABELS": "1" if device.type == "cpu" else "0",
+    }
 
 
 def example(
@@ -34,7 +37,8 @@ def example(
 
 
 def assert_equal_to_dense(results: list[Result], call: Call) -> None:
-    """Every rank has the reference's loss, bit for bit the same one, its columns of the gradient, the statistics."""
+    """Every rank has the reference's loss, bit for bit the same one, its columns of the gradient, the
+    statistics."""
     options = {k: v for k, v in call.options.items() if k not in ("return_statistics", "overwrite_input")}
     reference = dense_cross_entropy(call.logits, call.target, upstream=call.upstream, **options)
     dtype = call.logits.dtype
@@ -52,7 +56,8 @@ def assert_equal_to_dense(results: list[Result], call: Call) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_equals_dense(device: Device, rank_pools: Pools, world_size: int, dtype: torch.dtype) -> None:
-    """HAZARDS 9: smoothing and logits x1 and x1000, ignored targets, both reductions, z-loss, all with statistics."""
+    """HAZARDS 9: smoothing and logits x1 and x1000, ignored targets, both reductions, z-loss, all with
+    statistics."""
     calls = []
     for label_smoothing in (0.0, 0.1):
         for scale in (1.0, 1000.0):
@@ -60,7 +65,9 @@ def test_equals_dense(device: Device, rank_pools: Pools, world_size: int, dtype:
                 logits, target = example(3, 4, vocab=world_size * 33, dtype=dtype, scale=scale)
                 target[1, 2] = -100
                 shape = () if reduce_loss else (3, 4)
-                upstream = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(compute_dtype(dtype))
+                upstream = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(
+                    compute_dtype(dtype)
+                )
                 options = {"label_smoothing": label_smoothing, "reduce_loss": reduce_loss}
                 calls.append(Call(logits, target, upstream, options, device=device.type))
     logits, target = example(5, vocab=world_size * 33, dtype=dtype, scale=3.0)
@@ -69,7 +76,9 @@ def test_equals_dense(device: Device, rank_pools: Pools, world_size: int, dtype:
         {"z_loss_weight": 0.01, "label_smoothing": 0.2, "return_statistics": True, "ignore_idx": 7},
         {"return_statistics": True, "overwrite_input": True},
     ):
-        calls.append(Call(logits, target, torch.randn(5).to(compute_dtype(dtype)), options, device=device.type))
+        calls.append(
+            Call(logits, target, torch.randn(5).to(compute_dtype(dtype)), options, device=device.type)
+        )
     results = rank_pools(world_size).run(tp_cases.run_all, calls, environment=environment(device))
     for index, call in enumerate(calls):
         assert_equal_to_dense([result[index] for result in results], call)
@@ -80,7 +89,9 @@ def test_a_larger_vocabulary(device: Device, rank_pools: Pools, world_size: int)
     """Several blocks of columns on every rank."""
     logits, target = example(2, vocab=world_size * 9001, dtype=torch.bfloat16, scale=4.0)
     call = Call(logits, target, torch.tensor([0.0, 1.5]), {"label_smoothing": 0.1}, device=device.type)
-    assert_equal_to_dense(rank_pools(world_size).run(tp_cases.run, call, environment=environment(device)), call)
+    assert_equal_to_dense(
+        rank_pools(world_size).run(tp_cases.run, call, environment=environment(device)), call
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -89,19 +100,26 @@ def test_targets_at_the_ends_of_every_shard(device: Device, rank_pools: Pools, w
     target = torch.tensor([[i * columns, i * columns + columns - 1] for i in range(world_size)]).flatten()
     logits, _ = example(len(target), vocab=world_size * columns)
     call = Call(logits, target, options={"return_statistics": True}, device=device.type)
-    assert_equal_to_dense(rank_pools(world_size).run(tp_cases.run, call, environment=environment(device)), call)
+    assert_equal_to_dense(
+        rank_pools(world_size).run(tp_cases.run, call, environment=environment(device)), call
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_column_a_rank(device: Device, rank_pools: Pools, world_size: int) -> None:
     logits, target = example(6, vocab=world_size)
-    call = Call(logits, target, options={"label_smoothing": 0.1, "return_statistics": True}, device=device.type)
-    assert_equal_to_dense(rank_pools(world_size).run(tp_cases.run, call, environment=environment(device)), call)
+    call = Call(
+        logits, target, options={"label_smoothing": 0.1, "return_statistics": True}, device=device.type
+    )
+    assert_equal_to_dense(
+        rank_pools(world_size).run(tp_cases.run, call, environment=environment(device)), call
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_shard_of_minus_infinity(device: Device, rank_pools: Pools, dtype: torch.dtype) -> None:
-    """HAZARDS 11: finite as dense; each of two shards in turn, all but one column, and the target's own shard."""
+    """HAZARDS 11: finite as dense; each of two shards in turn, all but one column, and the target's own
+    shard."""
     logits, _ = example(5, vocab=40, dtype=dtype)
     logits[0, :20] = -torch.inf
     logits[1, 20:] = -torch.inf
@@ -110,7 +128,9 @@ def test_a_shard_of_minus_infinity(device: Device, rank_pools: Pools, dtype: tor
     logits[4, :20] = -torch.inf  # with the target in it: loss inf, gradient finite
     target = torch.tensor([25, 3, 39, 0, 7])
     call = Call(logits, target, torch.randn(5), {"return_statistics": True}, device=device.type)
-    call_without_last = Call(logits[:4], target[:4], torch.randn(4), {"return_statistics": True}, device=device.type)
+    call_without_last = Call(
+        logits[:4], target[:4], torch.randn(4), {"return_statistics": True}, device=device.type
+    )
     results = rank_pools(2).run(tp_cases.run_all, [call_without_last], environment=environment(device))
     assert_equal_to_dense([result[0] for result in results], call_without_last)
     call.options = {}
@@ -131,7 +151,12 @@ def test_nan_on_one_rank_stays_in_its_row_on_all_ranks(device: Device, rank_pool
 
 def test_all_targets_ignored(device: Device, rank_pools: Pools) -> None:
     """HAZARDS 13 and 28: exact zeros on every rank, over logits of NaN."""
-    call = Call(torch.full((3, 20), torch.nan), torch.full((3,), -100), options={"reduce_loss": True}, device=device.type)
+    call = Call(
+        torch.full((3, 20), torch.nan),
+        torch.full((3,), -100),
+        options={"reduce_loss": True},
+        device=device.type,
+    )
     for result in rank_pools(2).run(tp_cases.run, call, environment=environment(device)):
         assert result.loss.item() == 0.0
         assert not result.gradient.ne(0).any()
@@ -149,7 +174,7 @@ def test_no_rows(device: Device, rank_pools: Pools) -> None:
         assert result.gradient.shape == (0, 3, 10)
 
 
-# --- collectives ----------------------------------------------------------------------------------------------------
+# --- collectives --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -197,7 +222,7 @@ def test_a_rank_outside_of_the_group_is_told(device: Device, rank_pools: Pools) 
     assert outcomes[1].startswith("ValueError") and "dist_process_group" in outcomes[1]
 
 
-# --- errors are the same on all ranks -------------------------------------------------------------------------------
+# --- errors are the same on all ranks -----------------------------------------------------------------------
 
 
 def uneven(rows: int, sizes: list[int], device: Device, **options: Any) -> Call:
@@ -230,7 +255,9 @@ def test_uneven_shards_raise_on_all_ranks(
 
 
 @pytest.mark.parametrize("same_on_rank_0", [True, False])
-def test_shards_that_become_uneven_at_a_later_call(device: Device, rank_pools: Pools, same_on_rank_0: bool) -> None:
+def test_shards_that_become_uneven_at_a_later_call(
+    device: Device, rank_pools: Pools, same_on_rank_0: bool
+) -> None:
     """Also when some rank has already passed with its size, or with the other one's."""
     logits, target = example(4, vocab=24)
     even = Call(logits, target, device=device.type)
@@ -268,7 +295,8 @@ def test_a_label_out_of_range_raises_on_all_ranks(device: Device, rank_pools: Po
 
 
 def test_unchecked_label_out_of_range_is_finite(device: Device, rank_pools: Pools) -> None:
-    """HAZARDS 12 on shards: the loss is lse - max over the whole row, on every rank; the gradient the softmax."""
+    """HAZARDS 12 on shards: the loss is lse - max over the whole row, on every rank; the gradient the
+    softmax."""
     logits, target = example(4, vocab=24)
     target[2], target[3] = -1, 24
     call = Call(logits, target, device=device.type)

@@ -26,7 +26,9 @@ def test_returns_every_ranks_result(pool: RankPool) -> None:
 def test_failures_end_in_time_and_the_next_call_works(pool: RankPool) -> None:
     pool.run(tp_cases.rank_and_sum, 0.0)
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"(?s)failed on ranks.*rank 0 is here.*rank 1.*no answer.*rank 1 is here"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)failed on ranks.*rank 0 is here.*rank 1.*no answer.*rank 1 is here"
+    ):
         pool.run(tp_cases.print_and_hang, timeout_s=3.0)
     assert time.monotonic() - start < 30
     pool.run(tp_cases.rank_and_sum, 0.0)

@@ -1,4 +1,5 @@
-"""What each rank of a tensor-parallel test runs. Imported on the ranks by name; `test_tensor_parallel.py` calls it."""
+"""What each rank of a tensor-parallel test runs. Imported on the ranks by name; `test_tensor_parallel.py`
+calls it."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def run_outside_of_group(rank: int, call: Call) -> str:
     """Every rank passes the group of rank 0; what happened, in words."""
     group = dist.new_group([0])
     try:
-        run(rank, call, group)
+        parallel_cross_entropy(
+            call.logits.to(call.device), call.target.to(call.device), dist_process_group=group
+        )
     except ValueError as error:
         return f"ValueError: {error}"
     return "returned"
@@ -116,7 +119,7 @@ def run_expecting_errors(rank: int, calls: list[Call]) -> list[str]:
     return outcomes
 
 
-# --- what the tests of the harness itself run -------------------------------------------------------------------------
+# --- what the tests of the harness itself run ---------------------------------------------------------------
 
 
 def rank_and_sum(rank: int, value: float) -> tuple[int, float]:

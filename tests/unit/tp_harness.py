@@ -1,15 +1,17 @@
 """Runs a function on several gloo processes of this machine and returns what each rank returned.
 
-The processes of a `RankPool` stay up between calls, because starting them costs seconds. A call has a hard time limit:
-when it passes, or a rank dies or raises, every process is killed and the call fails with what each rank printed. So a
-deadlock is a failed test, never a stuck one, and the next call starts from fresh processes.
+The processes of a `RankPool` stay up between calls, because starting them costs seconds. A call has a hard
+time limit: when it passes, or a rank dies or raises, every process is killed and the call fails with what
+each rank printed. So a deadlock is a failed test, never a stuck one, and the next call starts from fresh
+processes.
 
-Functions are sent by name: they must be importable on the ranks (`tp_cases.py`). Arguments and results are pickled by
-value.
+Functions are sent by name: they must be importable on the ranks (`tp_cases.py`). Arguments and results are
+pickled by value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -27,7 +29,8 @@ START_LIMIT_S = 120.0
 """Importing torch in every process, on a slow and busy machine."""
 
 GRACE_S = 5.0
-"""How long the other ranks get to answer after one has raised or died: they may be waiting for it in a collective."""
+"""How long the other ranks get to answer after one has raised or died: they may be waiting for it in a
+collective."""
 
 
 class RankFailure(AssertionError):
@@ -50,7 +53,8 @@ class RankPool:
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> list[Any]:
-        """`function(rank, *args)` on every rank, with `environment` added there; the results in rank order."""
+        """`function(rank, *args)` on every rank, with `environment` added there; the results in rank
+        order."""
         return self.run_each(function, [args] * self.world_size, environment=environment, timeout_s=timeout_s)
 
     def run_each(
@@ -65,10 +69,8 @@ class RankPool:
         if not self._processes:
             self._start()
         for connection, args in zip(self._connections, rank_args, strict=True):
-            try:
+            with contextlib.suppress(OSError):  # the rank is gone: _collect says so, with its output
                 connection.send_bytes(pickle.dumps((function, tuple(args), dict(environment or {}))))
-            except OSError:
-                pass  # the rank is gone: _collect says so, with its output
         return self._collect(timeout_s, f"{function.__name__} on {self.world_size} ranks")
 
     def close(self) -> None:
