@@ -6,6 +6,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 # The variables that a configuration may read. One that is set but not read would be ignored silently, so it is refused.
 PASSED_ON=(TP PP EP CP MBS GBS TRAIN_ITERS DATA_PATH TOKENIZER_MODEL CKPT_DIR)
 
+# What `megatron-ce prepare-data` and quickstart.sh make, used where DATA_PATH is not set.
+PREPARED=data/enwiki/enwiki
+
 choose_device() {
   if [ -n "${MCE_DEVICE:-}" ]; then
     printf '%s\n' "$MCE_DEVICE"
@@ -51,9 +54,14 @@ run_pretrain() { # run_pretrain IMPLEMENTATION ARGUMENTS...
   fi
   unset WORLD_SIZE # torchrun sets it for every rank
   export NPUS_PER_NODE NNODES
+  if [ -z "${DATA_PATH:-}" ] && [ -f "${PREPARED}_text_document.idx" ]; then
+    DATA_PATH="${PREPARED}_text_document"
+    TOKENIZER_MODEL="${TOKENIZER_MODEL:-${PREPARED}_tokenizer}"
+    say "DATA_PATH is not set: training on $DATA_PATH." >&2
+  fi
   for name in "${PASSED_ON[@]}"; do
     [ -n "${!name:-}" ] || continue
-    grep -Eq "\$\{${name}(:-|\})" "$CONFIG" || die 2 "$CONFIG does not read $name; write the value there or unset $name."
+    grep -qF -e "\${${name}}" -e "\${${name}:-" "$CONFIG" || die 2 "$CONFIG does not read $name; write the value there or unset $name."
     export "${name?}"
   done
 

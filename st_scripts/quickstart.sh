@@ -51,7 +51,7 @@ bash st_scripts/setup_env.sh
 python="$(python_of_stack)"
 if [ -z "${DATA_PATH:-}" ]; then
   say "Preparing the slice of English Wikipedia ..."
-  "$python" -m megatron_ce_adaptor.cli prepare-data --output-prefix data/enwiki/enwiki
+  "$python" -m megatron_ce_adaptor.cli prepare-data --output-prefix "$PREPARED"
 fi
 
 for implementation in "${implementations[@]}"; do
