@@ -87,6 +87,7 @@ def launch(argv: Sequence[str]) -> None:
         UsageError: the command line or the environment cannot work, or the device is not the CPU.
         ChildFailedError: (torchelastic's) a rank failed, and the others were ended.
     """
+    from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
     from torch.distributed.launcher.api import elastic_launch
 
@@ -99,15 +100,26 @@ def launch(argv: Sequence[str]) -> None:
     config, _, _ = torchrun.config_from_args(options)
     train = pretrain.prepare(options.training_script_args, config.max_nodes * config.nproc_per_node)
     _preload()
-    elastic_launch(config=config, entrypoint=_run_rank)(train)
+    try:
+        elastic_launch(config=config, entrypoint=_run_rank)(train)
+    except DistNetworkError as error:  # only the agent's own: the ranks are other processes
+        raise pretrain.UsageError(
+            f"the rendezvous at {config.rdzv_endpoint} failed ({error}): choose another --master-port, or "
+            "check that the first machine can be reached there."
+        ) from error
 
 
 def main() -> None:
     """Entry point of ``python -m megatron_ce_adaptor.megatron.forked_torchrun``."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         launch(sys.argv[1:])
     except pretrain.UsageError as error:
         pretrain.exit_with_usage_error(error)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)  # torchrun's table: which rank failed first, and how
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,19 @@ def test_forked_ranks_refuse_another_entry_and_another_device(monkeypatch: pytes
     monkeypatch.setattr(pretrain, "choose_device", lambda requested: "cuda")
     with pytest.raises(pretrain.UsageError, match="cannot use cuda"):
         forked_torchrun.launch(["--standalone", "-m", ENTRY])
+
+
+@pytest.mark.slow
+def test_a_busy_port_is_refused() -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        run = run_python("-m", FORKED, "--master-port", port, "--nproc-per-node", "1", "-m", ENTRY)
+    assert run.status == 2
+    last = run.log.strip().splitlines()[-1]
+    assert last.startswith("megatron_ce_adaptor: the rendezvous at ")
+    assert port in last
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 6, 12])
