@@ -11,6 +11,7 @@ from typing import Any
 from . import run_folder
 from .comparison import Comparison, ComparisonError, RunFacts, compare
 from .files import strict_json, write_atomically
+from .formatting import number
 from .gates import Gates, GatesError, Outcome, load_gates
 from .megatron_log import LogError, TrainingLog, parse_log
 from .metrics import build_metrics, write_metrics
@@ -161,10 +162,8 @@ def print_table(comparison: Comparison, gates: Gates, native: TrainingLog, te: T
 
 def value_text(value: float | int | str | None, unit: str) -> str:
     """`0.179 %`, `200 calls`; `n/a` for None."""
-    if value is None:
-        return "n/a"
-    number = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f"{number} {unit.removesuffix(' or more')}".strip()
+    text = number(value)
+    return text if text == "n/a" else f"{text} {unit.removesuffix(' or more')}"
 
 
 def limit_text(outcome: Outcome) -> str:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .formatting import percent_text
 from .gates import FAIL, NOT_ENFORCED, PASS, Gates, Outcome
 from .megatron_log import Step, TrainingLog
 from .run_arguments import Difference, argument_differences
@@ -107,13 +108,6 @@ class Comparison:
         if failed:
             return f"FAIL: {'; '.join(o.name for o in failed)} not met; {core}."
         return f"PASS: {core}; every enforced gate is met."
-
-
-def percent_text(value: float | None) -> str:
-    """`0.179 %`; four significant digits at most, never a rounded-up limit."""
-    if value is None or not math.isfinite(value):
-        return "n/a"
-    return f"{value:.4g} %"
 
 
 def compare(

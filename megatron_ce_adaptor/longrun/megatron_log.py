@@ -266,7 +266,8 @@ class _Parser:
             if match and ("..." in text or len(match[1]) >= 45):
                 self.log.arguments[match[1]] = match[2].strip()
                 return
-        if "Error" in text and re.match(r"^[\w.]*Error\b", text.strip()):
+        # torchrun's ChildFailedError only says that a rank failed; the rank's own words say why.
+        if "Error" in text and re.match(r"(?!.*ChildFailedError)[\w.]*Error\b", text.strip()):
             self.last_error = text.strip()
         self._other_lines(text)
         self._record_text(text)

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import svg_charts
 from .files import write_atomically
+from .formatting import number, percent_text
 from .gates import FAIL, PASS
 from .svg_charts import Line, Mark
 
@@ -88,19 +89,6 @@ def render_html(metrics: dict[str, Any], environment: dict[str, Any] | None) -> 
     )
 
 
-def number(value: Any, digits: int = 4) -> str:
-    """Up to `digits` significant digits, thousands separated; `n/a` for None."""
-    if value is None:
-        return "n/a"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    if value and (abs(value) < 1e-4):
-        return f"{value:.2g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
-
-
 def running_median(values: Sequence[float | None], window: int) -> list[float | None]:
     """Median of the `window` values around each; None where there is none."""
     half = window // 2
@@ -149,7 +137,7 @@ def _tiles(metrics: dict[str, Any]) -> str:
 
 
 def _percent(value: Any) -> str:
-    return "n/a" if value is None else f"{number(value, 3)} %"
+    return percent_text(value, 3)
 
 
 def _times(value: Any) -> str:

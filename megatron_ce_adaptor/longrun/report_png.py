@@ -10,9 +10,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from .formatting import number
 from .gates import FAIL, PASS
-from .report import after_warm_up, number, running_median, wants_log_axis
+from .report import after_warm_up, running_median, wants_log_axis
 
 _NATIVE, _TE, _FLOOR, _BAD, _GOOD, _SOFT = "#1f6feb", "#c2410c", "#6b7280", "#b91c1c", "#15803d", "#5b6574"
 
@@ -56,6 +58,8 @@ def _style(axes: Axes, title: str, x_label: str) -> None:
     axes.set_xlabel(x_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
+    if x_label == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

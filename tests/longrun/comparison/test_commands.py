@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from megatron_ce_adaptor import cli
 from megatron_ce_adaptor.longrun import report
 from megatron_ce_adaptor.longrun.comparison import compare
+from megatron_ce_adaptor.longrun.formatting import number
 from megatron_ce_adaptor.longrun.gates import Gates
 from megatron_ce_adaptor.longrun.metrics import run_from_metrics
 
@@ -313,7 +315,14 @@ def test_long_curves_stay_small_and_keep_their_spike():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "n/a"), (0.1828, "0.1828"), (2000, "2,000"), (123456.7, "123,457"), (6.4e-6, "6.4e-06")],
+    [
+        (None, "n/a"),
+        (0.1828, "0.1828"),
+        (2000, "2,000"),
+        (123456.7, "123,457"),
+        (6.4e-6, "0.0000064"),
+        (math.nan, "n/a"),
+    ],
 )
 def test_numbers_are_readable(value, text):
-    assert report.number(value) == text
+    assert number(value) == text

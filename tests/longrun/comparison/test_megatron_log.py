@@ -223,7 +223,8 @@ def test_truncated_in_the_last_line(tmp_path, maker):
 
 def test_truncated_by_an_error_quotes_it(tmp_path, maker):
     lines = [*maker(steps=5, announced=20).lines()[:-9], "[rank2]: RuntimeError: out of memory"]
-    with pytest.raises(LogError, match=r"20 steps and ends after step 5 .*RuntimeError: out of memory"):
+    lines.append("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
+    with pytest.raises(LogError, match=r"20 steps and ends after step 5 .*RuntimeError: out of memory\)"):
         parse_log(write(tmp_path, lines))
 
 
