@@ -278,9 +278,10 @@ def _apply(spec: PatchSpec, module: ModuleType, fresh: bool, warn: bool = True) 
 
 
 def _resolve(spec: PatchSpec) -> Callable[..., Any]:
-    if spec.replacement not in _resolved:
-        module, _, name = spec.replacement.rpartition(".")
-        _resolved[spec.replacement] = getattr(importlib.import_module(module), name)
+    if spec.replacement not in _resolved:  # all of them: _apply_waiting_without_imports() may need any
+        for name in {spec.replacement, *(other.replacement for other in _load_specs())}:
+            module, _, attribute = name.rpartition(".")
+            _resolved[name] = getattr(importlib.import_module(module), attribute)
     return _resolved[spec.replacement]
 
 
@@ -299,6 +300,8 @@ def _applied_record(
     if current is _ABSENT or not (callable(current) or (current is None and spec.kind == "replace")):
         return _absent_record(spec, version, current)
 
+    if fresh:  # a reload: what was bound before is gone, not taken over
+        _bindings[:] = [b for b in _bindings if not (b[1] is holder and b[2] == attribute)]
     before = _records.get(spec.target)
     if (ours := _patch_of(current)) is not None:
         _bind(spec.target, holder, attribute, ours)
@@ -312,8 +315,6 @@ def _applied_record(
     patch = _make_patch(spec, current, replacement)
     if patch is None:
         return _Record(TargetState.NOT_NEEDED, "nothing to do here in this version")
-    if fresh:  # a reload: what was bound before is gone, not taken over
-        _bindings[:] = [b for b in _bindings if not (b[1] is holder and b[2] == attribute)]
     setattr(holder, attribute, patch.patched)
     _bind(spec.target, holder, attribute, patch)
     rebound = rebind(bound_to(current, attribute), patch.patched) if holder is module else []

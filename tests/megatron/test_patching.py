@@ -131,6 +131,21 @@ def test_a_module_loaded_past_the_hook_is_patched_at_the_next_import(fake_megatr
     assert_te_is_ours(language_module)
 
 
+def test_a_module_loaded_past_the_hook_is_patched_whatever_is_imported_next(fake_megatron, monkeypatch):
+    fake_megatron("0.18.2", refuses_te=True)
+    install_import_hook()
+    importlib.import_module(LANGUAGE_MODULE)
+    with monkeypatch.context() as past:
+        past.setattr(
+            sys, "meta_path", [finder for finder in sys.meta_path if finder is not import_hook._finder]
+        )
+        arguments = importlib.import_module(ARGUMENTS)
+    assert not hasattr(arguments.validate_args, "__wrapped__")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    importlib.import_module("colorsys")
+    assert hasattr(arguments.validate_args, "__wrapped__")
+
+
 def test_two_hooks_of_our_kind_do_not_ask_each_other_forever(fake_megatron, monkeypatch):
     fake_megatron()
     other = import_hook.PatchingFinder()
@@ -148,7 +163,8 @@ def test_reload_is_patched_again(fake_megatron):
     assert_te_is_ours(modules[LANGUAGE_MODULE])
     validate_args(modules[ARGUMENTS])
     assert patch_status().ok
-    remove_patches()
+    removed = remove_patches()
+    assert not any(target.detail for target in removed.targets)  # nothing was taken for another package's
     assert modules[TE].te_parallel_cross_entropy(0, 0, 0) == "transformer engine"
     assert modules[LANGUAGE_MODULE].loss("te", 0, 0) == "transformer engine"
     with pytest.raises(AssertionError, match="te is disabled"):

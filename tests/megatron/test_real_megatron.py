@@ -92,7 +92,7 @@ def test_te_on_a_real_megatron(tmp_path, version, order):
     # HAZARDS 12, 15, 16
     number = installed_version() if version == "installed" else version
     result = start_python(
-        f"import sys, runpy; sys.argv = ['', {order!r}]; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')",
+        f"import sys, runpy; sys.argv = ['', {order!r}]; runpy.run_path({str(PROGRAM)!r})",
         tmp_path,
         wheel(version),
         RANK="0",
