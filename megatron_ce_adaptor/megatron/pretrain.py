@@ -167,7 +167,6 @@ def prepare_device(device: str) -> None:
     from megatron_ce_adaptor.megatron import wheel_fixes
 
     if device == "cpu":
-        os.environ["MCE_DEVICE"] = "cpu"
         from megatron_ce_adaptor.megatron import cpu_device
 
         cpu_device.install()
