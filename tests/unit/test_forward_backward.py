@@ -78,7 +78,7 @@ def test_row_counts(device: Device, dtype: torch.dtype, rows: int, reduce_loss: 
 def test_many_rows(device: Device) -> None:
     """More rows than one block of rows, or one wave of programs, takes."""
     generator = torch.Generator().manual_seed(7)
-    rows = device.rows(5000, 40)
+    rows = device.rows(5000, 200)
     logits = random_logits(rows, 37, dtype=torch.float32, generator=generator)
     target = torch.randint(0, 37, (rows,), generator=generator)
     check(device, logits, target, torch.randn(rows, generator=generator), label_smoothing=0.1)
