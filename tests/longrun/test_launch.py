@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -80,13 +81,14 @@ def status_of(out: Path, name: str = "native") -> dict[str, object]:
 
 
 def processes_of(out: Path) -> list[int]:
-    """The processes that carry this run's OUT_DIR in their environment, whoever their parent is now."""
+    """The processes with an OUT_DIR at or below `out` in their environment, whoever their parent is now."""
     mark = f"OUT_DIR={out}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                if any(v == mark or v.startswith(mark + b"/") for v in variables):
                     found.append(int(entry.name))
             except OSError:
                 continue
@@ -117,6 +119,15 @@ def assert_failed(out: Path, code: int, *words: str) -> None:
     assert not (out / "native.log.partial").exists()
     assert (out / "native.failed.log").stat().st_size > 0
     assert_nothing_left(out)
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test(tmp_path: Path) -> Iterator[None]:
+    """What a failed test leaves running would disturb the others."""
+    yield
+    for pid in processes_of(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # --- runs that end well ----------------------------------------------------------------------------------
