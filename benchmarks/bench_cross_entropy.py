@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 2 benchmarks/bench_cross_entropy.py --tp 2 --out results.json
     python benchmarks/bench_cross_entropy.py --cpu --out results.json       two threads of a CPU
 
-Forward + backward of the loss of each token with a random upstream gradient, a tenth of it zeros; logits are not a
-leaf. Peers come from .peers (benchmarks/fetch_peers.py) and from what is installed; those that cannot run are
-listed with the reason. Prints a Markdown table; render_results.py makes it again, with a plot.
+Forward + backward of the loss of each token with a random upstream gradient, a tenth of it zeros; logits
+are not a leaf. Peers come from .peers (benchmarks/fetch_peers.py) and from what is installed; those that
+cannot run are listed with the reason. Prints a Markdown table; render_results.py makes it again, with a
+plot.
 
 Exit status: 0 measured (some peers may have failed; they say so), 1 ours failed on a case, 2 bad arguments.
 """

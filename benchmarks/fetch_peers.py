@@ -4,9 +4,9 @@
     python benchmarks/fetch_peers.py [--with quack] [--into FOLDER]
 
 Published wheels for Python 3.12 on Linux x86_64 (flash-attn: its source distribution), without their
-dependencies, through pip. Nothing is installed and no code of theirs is run, except that pip reads the metadata
-of flash-attn's source distribution, which needs torch. quack needs nvidia-cutlass-dsl (a 92 MB wheel, 240 MB
-unpacked), so it is fetched only when asked for.
+dependencies, through pip. Nothing is installed and no code of theirs is run, except that pip reads the
+metadata of flash-attn's source distribution, which needs torch. quack needs nvidia-cutlass-dsl (a 92 MB
+wheel, 240 MB unpacked), so it is fetched only when asked for.
 
 Exit status: 0 everything is there, 1 a package could not be fetched (it is named), 2 bad arguments.
 """

@@ -1,4 +1,4 @@
-"""Logits, labels and upstream gradients of a case, the fp64 results of some of its rows, and calls on them."""
+"""Logits, labels and upstream gradients of a case, fp64 results of some of its rows, and calls on them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Inputs:
         work: their copy that is handed out, of the case's strides; a call may overwrite it.
         labels: [N], of the whole vocabulary, valid, the same on all ranks.
         upstream: [N] fp32, a tenth of it zeros.
-        checked: how many of the first rows are compared with fp64; the first half of them are confident: their
-            target's logit is 20 above the others' mean.
+        checked: how many of the first rows are compared with fp64; the first half of them are confident:
+            their target's logit is 20 above the others' mean.
     """
 
     case: Case
@@ -146,7 +146,7 @@ class Exact:
             shards = [torch.empty_like(shard) for _ in range(group.size())]
             torch.distributed.all_gather(shards, shard, group=group)
             rank, logits = group.rank(), torch.cat(shards, 1)
-        x = logits.double()
+        x = logits.detach().double()
         labels = inputs.labels[:rows, None]
         # without the target's column, so that the loss of a confident token keeps its digits
         target = x.gather(1, labels)
@@ -167,7 +167,7 @@ def errors(call: Call, loss: Tensor, exact: Exact) -> dict[str, float]:
     rows = call.inputs.checked
     half = rows // 2
     loss_error = (loss.detach().reshape(-1)[:rows].double() - exact.loss).abs()
-    difference = call.gradient()[:rows].double() - exact.gradient
+    difference = call.gradient().detach()[:rows].double() - exact.gradient
     group = call.inputs.group
     found = {}
     for name, chosen in (("confident_", slice(0, half)), ("", slice(half, rows))):

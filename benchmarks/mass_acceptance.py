@@ -4,12 +4,12 @@
     python benchmarks/mass_acceptance.py --accuracy [--out FILE.json] [--limit N] [--workers N]
     python benchmarks/mass_acceptance.py --speed [--out FILE.json] [--limit N]
 
-Accuracy: dtype x reduction x layout x label smoothing x ignored labels x strides x shape, random upstream
-gradients, on the device that is tested. Speed: forward + backward per token on the default route (auto, out of
-place) against F.cross_entropy(reduction="none") in the logits' dtype; `ratio` is ours / PyTorch on the GPU's clock
-(on a CPU: of a call), `call ratio` of calls one after the other as the host sees them; peak memory of both; what
-10,000 calls leave behind. Runs on the GPU if there is one, else (or with --device cpu) on the CPU, where shapes
-above 4 million elements are left out.
+Accuracy: dtype x reduction x layout x label smoothing x ignored labels x strides x shape, random
+upstream gradients, on the device that is tested. Speed: forward + backward per token on the default
+route (auto, out of place) against F.cross_entropy(reduction="none") in the logits' dtype. `ratio` is
+ours / PyTorch on the GPU's clock (on a CPU: of a call), `call ratio` of calls one after the other as the
+host sees them. Also the peak memory of both, and what 10,000 calls leave behind. Runs on the GPU if
+there is one, else (or with --device cpu) on the CPU, where shapes above 4 million elements are left out.
 
 Exit status: 0 accepted, 1 not accepted (the summary says why), 2 bad arguments.
 """

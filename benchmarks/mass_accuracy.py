@@ -103,7 +103,8 @@ def _compare(
     one_hot = torch.zeros_like(p).scatter(1, column, 1 - case.label_smoothing)
     exact = weight * (p - eps - one_hot)
 
-    # Rounding: of the accumulation, relative to the numbers that go in; of the result, half a unit in its dtype.
+    # Rounding: of the accumulation, relative to the numbers that go in; of the result, half a unit of its
+    # dtype.
     unit = torch.finfo(torch.float64 if case.dtype == "fp64" else torch.float32).eps
     size = x.abs().amax(1)
     loss_limit = unit * (8 + 4 * size + row_loss.abs() + math.log(case.columns + 1))
@@ -117,7 +118,7 @@ def _compare(
     info = torch.finfo(logits.dtype)
     target_part = one_hot * p.gather(1, column).clamp(max=1)
     accumulated = unit * (8 + 4 * size)[:, None] * weight.abs() * (p + eps + target_part)
-    # the target's gradient, analytic, is relative to itself; with fp64 the reference's own error is the larger
+    # the target's gradient, analytic, is relative to itself; beside fp64 the reference errs, too
     accumulated = accumulated + unit * 8 * exact.abs() + weight.abs() * torch.finfo(torch.float64).eps * 16
     limit = accumulated + 0.5 * info.eps * exact.abs() * 1.01 + info.smallest_normal * info.eps
     error = (gradient.double().reshape(exact.shape) - exact).abs()

@@ -17,7 +17,6 @@ SMOOTHINGS = (0.0, 0.1)
 # few different numbers of columns, chosen at the edges of vectors and tiles, because each compiles kernels
 COLUMNS = (1, 7, 129, 1000, 1024, 4096, 4099, 8200, 32000, 50257)
 ROWS = (1, 3, 16, 63, 200)
-_MOST_ELEMENTS = 200 * 50257
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ def measure_case(
         if device.type == "cuda":
             _time_cuda(names, calls, inputs, found, seconds, group)
         else:
-            _time_cpu(names, calls, found, seconds)
+            _time_cpu(names, calls, found, seconds, group)
         if case.host:
             _time_host(names, calls, found, group)
         _compare(names, found, [p.name for p in peers if p.ours])
@@ -173,7 +173,10 @@ def _time_split(call: Call, clock: timing.GpuClock, entry: dict[str, Any]) -> No
     entry["backward_ms"] = statistics.median(backward)
 
 
-def _time_cpu(names: Sequence[str], calls: dict[str, Call], found: dict[str, Any], seconds: float) -> None:
+def _time_cpu(
+    names: Sequence[str], calls: dict[str, Call], found: dict[str, Any], seconds: float, group: Any
+) -> None:
+    device = torch.device("cpu")
     times: dict[str, list[float]] = {name: [] for name in names}
 
     def one_round() -> None:
@@ -181,13 +184,15 @@ def _time_cpu(names: Sequence[str], calls: dict[str, Call], found: dict[str, Any
             timing.cpu_ms(calls[name])
             calls[name].clear()
 
-    rounds = _rounds(seconds, one_round, None, torch.device("cpu"))
+    rounds = _rounds(seconds, one_round, group, device)
     for order in timing.alternate(names, rounds):
         for name in order:
             times[name].append(timing.cpu_ms(calls[name]))
             calls[name].clear()
-    for name in names:
-        found[name].update(timing.summary(times[name]), times=times[name])
+    for name, values in times.items():
+        if group is not None and group.size() > 1:
+            values = _max_over_ranks(values, group, device)
+        found[name].update(timing.summary(values), times=values)
 
 
 def _time_host(names: Sequence[str], calls: dict[str, Call], found: dict[str, Any], group: Any) -> None:

@@ -19,7 +19,7 @@ PASSES = 3  # over the logits: read in forward, read and written in backward
 
 
 def percent_of_in_place(part: dict[str, Any], case: dict[str, Any], name: str) -> float | None:
-    """Bytes of three passes a second, in percent of reading and writing in place, as measured in the same run."""
+    """Bytes of three passes a second, in percent of reading and writing in place in the same run."""
     entry = case["results"].get(name, {})
     if "ms" not in entry or "in_place_gb_per_s" not in part:
         return None

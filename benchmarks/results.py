@@ -1,9 +1,10 @@
 """The JSON that the benchmark writes: its parts, and reading and writing them.
 
-A part is one file: {"part": one of PARTS, "environment", "settings", "peers", "cases", ...}. A case holds
-"results" by peer name: "ms" (median of forward + backward), "ms_p10", "ms_p90", "rounds", "times_ours",
-"extra_memory" (in units of the logits), "loss_error", "gradient_error" and both for "confident_" rows, on some
-"host_us", "wall_us", "forward_ms", "backward_ms", "collectives"; or "error" or "skipped" with the reason.
+A part is one file: {"part": one of PARTS, "environment", "settings", "peers", "cases", ...}. A case
+holds "results" by peer name: "ms" (median of forward + backward), "ms_p10", "ms_p90", "rounds",
+"times_ours", "extra_memory" (in units of the logits), "loss_error", "gradient_error" and both for
+"confident_" rows, on some "host_us", "wall_us", "forward_ms", "backward_ms", "collectives"; or "error"
+or "skipped" with the reason.
 """
 
 from __future__ import annotations

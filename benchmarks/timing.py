@@ -16,9 +16,9 @@ _CYCLES_PER_US = 2000  # of torch.cuda._sleep, at most
 class GpuClock:
     """Times calls between CUDA events, with cold caches and with the host out of the way.
 
-    Before each timed call the logits are restored, the L2 cache is overwritten, and the GPU is kept asleep for
-    longer than the host needs to enqueue the call, so that the events see the GPU's work only (a call that itself
-    waits for the GPU cannot be helped).
+    Before each timed call the logits are restored, the L2 cache is overwritten, and the GPU is kept asleep
+    for longer than the host needs to enqueue the call, so that the events see the GPU's work only (a call
+    that itself waits for the GPU cannot be helped).
     """
 
     def __init__(self, device: torch.device, group: object = None) -> None:

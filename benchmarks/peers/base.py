@@ -47,7 +47,6 @@ class Peer:
         compiles: it goes through torch.compile, so each shape is compiled for itself.
         ours: it is this package's.
         context: entered around forward and backward.
-        row_limit: the most columns it takes, None for any number.
     """
 
     name: str

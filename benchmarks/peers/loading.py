@@ -1,9 +1,10 @@
 """Finds the peers' unpacked packages and loads single files of them without importing the package around.
 
-TransformerEngine, flash-attention and Unsloth hold their cross entropy in files of plain Python and Triton, but
-importing their packages needs CUDA libraries or a dozen other packages. `private_module` executes such a file
-under a name of our own: the import statements that bind names given in `provide` are left out, and the given
-objects are put there. Everything else runs unchanged, from the file itself, so Triton finds its source.
+TransformerEngine, flash-attention and Unsloth hold their cross entropy in files of plain Python and
+Triton, but importing their packages needs CUDA libraries or a dozen other packages. `private_module`
+executes such a file under a name of our own: relative imports, and imports that bind a name given in
+`provide`, are left out, and the given objects are put there. Everything else runs unchanged, from the
+file itself, so Triton finds its source.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def private_module(
 
 
 def _is_kept(statement: ast.stmt, provide: Mapping[str, Any], only: frozenset[str] | None) -> bool:
+    if isinstance(statement, ast.ImportFrom) and statement.level > 0:
+        return False
     if isinstance(statement, ast.Import | ast.ImportFrom):
         bound = {alias.asname or alias.name.split(".")[0] for alias in statement.names}
         return not bound & provide.keys()

@@ -27,7 +27,8 @@ def _module(name: str) -> Any:
 
 
 def _version() -> str:
-    return str(_module("megatron.core.package_info").__version__)
+    # without the commit of whatever repository the process runs in
+    return str(_module("megatron.core.package_info").__version__).split("+")[0]
 
 
 def initialise(world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""TorchTitan's `_LossParallelCrossEntropy`, with the fp32 upcast that its cross_entropy_loss puts before it."""
+"""TorchTitan's `_LossParallelCrossEntropy`, after the fp32 upcast of its cross_entropy_loss."""
 
 from __future__ import annotations
 

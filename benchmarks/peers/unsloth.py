@@ -14,7 +14,6 @@ VERSION = "2026.10.9"
 
 
 def _make() -> LossPerToken:
-    import triton
     import triton.language as tl
     from triton.language.extra import libdevice
 
@@ -22,7 +21,7 @@ def _make() -> LossPerToken:
     settings = private_module(
         "_peer_unsloth_settings",
         kernels / "utils.py",
-        _NOT_IMPORTED,
+        {"Version": _version},
         frozenset({"calculate_settings", "MAX_FUSED_SIZE", "next_power_of_2"}),
     )
     module = private_module(
@@ -37,23 +36,16 @@ def _make() -> LossPerToken:
             "is_cdna": lambda: False,  # no AMD GPU
             "_eviction_hints_ok": lambda device: True,  # they are from compute capability 7.0 on
             "Version": _version,
-            "logger": None,
+            "logger": None,  # it and the next are for patching transformers
             "_patch_loss_functions": None,
         },
     )
-    assert triton  # imported for its absence to be named
     function = module.Fast_CrossEntropyLoss
 
     def loss_per_token(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
         return function.apply(logits, labels, 0, 0)
 
     return loss_per_token
-
-
-# what utils.py imports and `calculate_settings` does not use
-_NOT_IMPORTED: dict[str, Any] = dict.fromkeys(
-    ("is_hip", "native_kernels_ready", "long_indexing", "weight_dequant", "NVFP4QuantState", "Version", "bnb")
-)
 
 
 def _version(text: str) -> tuple[int, ...]:
