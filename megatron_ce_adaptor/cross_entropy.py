@@ -135,8 +135,6 @@ def cross_entropy(
     leading = _validate(logits, target, label_smoothing)
     shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     labels = target.reshape(-1)
-    if _labels_are_checked(check_labels, logits):
-        _check_labels(target, shard.total_columns, ignore_index)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if overwrite_input and needs_gradient:
         _check_overwritable(logits)
@@ -150,6 +148,10 @@ def cross_entropy(
         return_statistics,
         overwrite_input,
     )
+    if _labels_are_checked(check_labels, logits):
+        # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one that
+        # raised would leave the others waiting in the collective.
+        _check_labels(target, shard.total_columns, ignore_index)
     if reduce_loss:
         # on this rank's tokens; no host synchronisation: the count stays where the labels are
         loss = loss.sum() / (labels != ignore_index).sum().clamp(min=1)
@@ -245,6 +247,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _validate(logits: Tensor, target: Tensor, label_smoothing: float) -> torch.Size:
     """Checks that need no other rank; returns the loss's shape."""
+    for name, value in (("inp", logits), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor.")
     if logits.dtype not in _LOGITS_DTYPES:
         raise TypeError(
             f"inp has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64 logits."

@@ -44,6 +44,7 @@ FORKED_TORCHRUN = "megatron_ce_adaptor.megatron.forked_torchrun"
 # torchrun gives the other ranks 30 s to follow a failed one, then kills them; after that it is our turn.
 RANK_LOSS_SECONDS = 40.0
 STOP_GRACE_SECONDS = 10.0
+VERDICT_FILES = ("metrics.json", "report.html", "report.png")
 RESERVED_BYTES = 2**18
 LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record
 
@@ -192,7 +193,7 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 @contextlib.contextmanager
 def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open ``<name>.log.partial`` for this launch alone; an earlier log makes way for it."""
+    """Open ``<name>.log.partial`` for this launch alone; an earlier log makes way for it, and so does a verdict."""
     partial = folder / f"{name}.log.partial"
     finished = folder / f"{name}.log"
     try:
@@ -210,6 +211,8 @@ def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
         if finished.exists():
             finished.replace(folder / f"{name}.previous.log")
         (folder / f"{name}.failed.log").unlink(missing_ok=True)
+        for judgement in VERDICT_FILES:  # it was passed on the earlier log
+            (folder / judgement).unlink(missing_ok=True)
         yield log
 
 

@@ -206,8 +206,10 @@ def test_later_run_puts_the_earlier_log_aside(config: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     out.mkdir()
     (out / "native.log").write_text("an earlier run")
+    (out / "metrics.json").write_text("{}")
     assert run_launch(config, out, STAND_IN="fail").returncode == launch.FAILED
     assert (out / "native.previous.log").read_text() == "an earlier run"
+    assert not (out / "metrics.json").exists(), "a verdict on the earlier log stayed"
     assert_failed(out, launch.FAILED, "rank 1", "7")
 
 
