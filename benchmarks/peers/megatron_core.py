@@ -35,7 +35,9 @@ def initialise(world_size: int) -> None:
     """Megatron's groups: all ranks are one tensor-parallel group. torch.distributed must be initialised."""
     state = _module("megatron.core.parallel_state")
     if not state.model_parallel_is_initialized():
-        state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=world_size, create_gloo_process_groups=False
+        )
 
 
 def _make_fused() -> LossPerToken:
