@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Fetch the packages that are measured beside ours, exactly pinned, and unpack what is needed into .peers/.
 
-    python benchmarks/fetch_peers.py [--with quack] [--into FOLDER]
+    python benchmarks/fetch_peers.py [--with quack] [--into FOLDER] [--pack FOLDER]
 
 Published wheels for Python 3.12 on Linux x86_64 (flash-attn: its source distribution), without their
 dependencies, through pip. Nothing is installed and no code of theirs is run, except that pip reads the
 metadata of flash-attn's source distribution, which needs torch. quack needs nvidia-cutlass-dsl (a 92 MB
 wheel, 240 MB unpacked), so it is fetched only when asked for.
+
+--pack writes a .tar.xz of each package, to carry them to a machine without a network: unpack them there into
+one folder and name it in MCE_PEERS. quack's takes some 53 MB and a quarter of an hour, the others 2 MB.
 
 Exit status: 0 everything is there, 1 a package could not be fetched (it is named), 2 bad arguments.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import lzma
 import shutil
 import subprocess
 import sys
@@ -80,6 +84,7 @@ _DSL_UNWANTED = (
 QUACK_PACKAGES = (
     Package("quack-kernels==0.6.5", _QUACK, ("quack/",)),
     Package("nvidia-cutlass-dsl-libs-base==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
+    Package("nvidia-cutlass-dsl-libs-core==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
     Package("nvidia-cutlass-dsl-libs-cu13==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
     Package("apache-tvm-ffi==0.1.15.post2", _QUACK, ("tvm_ffi/",), (".a", ".h")),
     Package("torch-c-dlpack-ext==0.1.5", _QUACK, ("torch_c_dlpack_ext/",), ()),
@@ -181,15 +186,44 @@ def fetch(packages: Iterable[Package], into: Path) -> list[str]:
     return failed
 
 
+def pack(folder: Path, into: Path) -> Path:
+    """A .tar.xz of an unpacked package, its libraries without symbols; one that is there is kept."""
+    into.mkdir(parents=True, exist_ok=True)
+    target = into / f"{folder.name}.tar.xz"
+    if target.exists():
+        return target
+    libraries = sorted(folder.rglob("*.so"))
+    if libraries and shutil.which("strip"):
+        subprocess.run(["strip", "--strip-unneeded", *map(str, libraries)], check=False)
+    # the filter for x86 machine code saves a seventh of the libraries
+    machine_code = {"id": lzma.FILTER_X86}
+    dictionary = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 2**26}
+    partial = target.with_suffix(".partial")
+    with (
+        lzma.open(partial, "wb", filters=[machine_code, dictionary]) as compressed,
+        tarfile.open(fileobj=compressed, mode="w|") as tar,
+    ):
+        tar.add(folder, folder.name, filter=lambda m: None if "__pycache__" in m.name else m)
+    partial.replace(target)
+    return target
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--with", dest="extra", choices=("quack",), help="fetch quack and its compiler too")
     repository = Path(__file__).resolve().parents[1]
     parser.add_argument("--into", type=Path, default=repository / ".peers", help="default: .peers")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write a .tar.xz of each package there")
     options = parser.parse_args(arguments)
     options.into.mkdir(parents=True, exist_ok=True)
-    failed = fetch(PACKAGES + (QUACK_PACKAGES if options.extra else ()), options.into)
+    wanted = PACKAGES + (QUACK_PACKAGES if options.extra else ())
+    failed = fetch(wanted, options.into)
     print(f"together {size_mib(options.into):.1f} MiB in {options.into}")
+    if options.pack:
+        for name in dict.fromkeys(p.folder for p in wanted):
+            if (options.into / name).is_dir():
+                packed = pack(options.into / name, options.pack)
+                print(f"{packed}: {packed.stat().st_size / 2**20:.1f} MiB", flush=True)
     for line in failed:
         print(f"could not fetch {line}", file=sys.stderr)
     return 1 if failed else 0
