@@ -149,14 +149,12 @@ def cross_entropy(
         overwrite_input,
     )
     if _labels_are_checked(check_labels, logits):
-        # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one that
-        # raised would leave the others waiting in the collective.
+        # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one
+        # that raised would leave the others waiting in the collective.
         _check_labels(target, shard.total_columns, ignore_index)
     if reduce_loss:
         # on this rank's tokens; no host synchronisation: the count stays where the labels are
         loss = loss.sum() / (labels != ignore_index).sum().clamp(min=1)
-    else:
-        loss = loss.view(leading)
     if not return_statistics:
         return loss
     lse, target_log_prob, entropy, correct = (row.view(leading) for row in stats)
@@ -164,7 +162,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Logits [N, C] or [A, B, C] and labels [N] to (loss [N], statistics [4, N] or None)."""
+    """Logits [..., C] and labels [N] to (loss [...], statistics [4, N] or None)."""
 
     @staticmethod
     def forward(
@@ -196,6 +194,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss, saved, stats = dispatch.forward_pass(
                 logits, labels, shard, ignore_index, label_smoothing, z_loss_weight, statistics
             )
+        loss = loss.view(logits.shape[:-1])
         if stats is not None:
             ctx.mark_non_differentiable(stats)
         ctx.save_for_backward(logits, labels, saved)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Shards whose sizes were once compared on the host; on a device comparing means waiting for it, so it is done
-# once each.
-_compared: set[tuple[str, int]] = set()
+# Groups whose shards' sizes were once compared on the host: on a device that means waiting for it. By group
+# and not by size too, so that all ranks agree on when to look, also when only some see a new size.
+_compared: set[str] = set()
 
 
-@dataclasses.dataclass(frozen=True)
-class VocabShard:
+class VocabShard(NamedTuple):
     """Columns [first_column, first_column + columns) of a vocabulary of total_columns, on one rank of a
     group.
 
@@ -64,7 +62,7 @@ class VocabShard:
 
         Raises:
             ValueError: on every rank alike, if the sizes were taken to be equal and are not. On CPU each call
-                is checked; on a device the first call with a group and size is (it waits for the device),
+                is checked; on a device the first call with a group is (it waits for the device),
                 later ones are marked by NaN losses on all ranks.
         """
         gathered = payload.new_empty(self.world_size * payload.numel())
@@ -84,7 +82,7 @@ class VocabShard:
     def _must_compare(self, payload: Tensor) -> bool:
         if payload.device.type == "cpu":
             return True
-        key = (self.group.group_name, self.columns)
+        key = self.group.group_name
         if key in _compared or (payload.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         _compared.add(key)

@@ -36,7 +36,7 @@ def choose(device_type: str) -> Choice:
         ValueError: MCE_IMPLEMENTATION has an unknown value.
         RuntimeError: what was asked for cannot run here, with the reason; nothing else is run instead.
     """
-    requested = os.environ.get("MCE_IMPLEMENTATION", "auto")
+    requested = os.environ.get("MCE_IMPLEMENTATION") or "auto"
     key = (device_type, requested, os.environ.get("TE_PARALLEL_CE_FORCE_TRITON", ""))
     choice = _choices.get(key)
     if choice is None:

@@ -27,16 +27,15 @@ _MAX_PROGRAMS = 2**31 - 1
 
 
 class Tile(NamedTuple):
-    """Columns of a tile, warps of its program, software-pipelining stages of its loop."""
+    """Columns of a tile, warps of its program."""
 
     block: int
     warps: int
-    stages: int = 1
 
 
 # By bytes per logit. Forward: one program a row; few rows leave SMs idle, so each gets more warps and a wider
 # tile.
-_FORWARD = {2: Tile(4096, 8), 4: Tile(8192, 8, 2), 8: Tile(4096, 8)}
+_FORWARD = {2: Tile(4096, 4), 4: Tile(8192, 8), 8: Tile(4096, 8)}
 _FORWARD_FEW_ROWS = {2: Tile(16384, 32), 4: Tile(16384, 32), 8: Tile(8192, 32)}
 _FEW_ROWS = 132
 _GRADIENT = {2: Tile(4096, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
@@ -47,7 +46,7 @@ def _fit(tile: Tile, columns: int, vec: int) -> Tile:
     """The same tile, no wider than the row needs; a thread holds at least one vector."""
     block = min(tile.block, max(triton.next_power_of_2(columns), 32 * vec))
     warps = min(tile.warps, max(block // (32 * vec), 1))
-    return Tile(block, warps, tile.stages)
+    return Tile(block, warps)
 
 
 class _Layout(NamedTuple):
@@ -106,6 +105,57 @@ def _check_grid(programs: int, what: str) -> None:
         )
 
 
+class _Kernel:
+    """A Triton kernel whose compiled variants are launched without the JIT's work for each argument.
+
+    The JIT looks at every argument of every call (about 2 us each) to find the variant to run. These kernels
+    have no variants but those that `variant` names: their integers have fixed types and no special cases for
+    their values (see cuda_kernels), so the variant can be kept and launched at once.
+    """
+
+    def __init__(self, jit: Any) -> None:
+        self._jit = jit
+        self._variants: dict[tuple[Any, ...], Any] = {}
+
+    def launch(
+        self,
+        programs: int,
+        device: torch.device,
+        variant: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        """Runs `programs` programs on the current stream of `device`, which is the current one.
+
+        Args:
+            variant: the dtypes and alignments among `arguments` that the compiled kernel depends on.
+            arguments, constants: in the order of the kernel's parameters.
+        """
+        hooks = triton.knobs.runtime if _DIRECT else None
+        if hooks is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            self._jit[(programs,)](*arguments, *constants, num_warps=warps)
+            return
+        key = (device.index, variant, constants, warps)
+        compiled = self._variants.get(key)
+        if compiled is None:
+            self._variants[key] = self._jit[(programs,)](*arguments, *constants, num_warps=warps)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        pointers = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *pointers, *constants,
+        )  # fmt: skip
+
+
+# How a compiled kernel is called differs between versions of Triton; the others go through the JIT.
+_DIRECT = not INTERPRETED and triton.__version__.startswith("3.6.")
+_statistics_kernel = _Kernel(kernels.row_statistics_kernel)
+_merge_kernel = _Kernel(kernels.merge_kernel)
+_gradient_kernel = _Kernel(kernels.gradient_kernel)
+
+
 def _launch_statistics(
     logits: Tensor,
     target: Tensor,
@@ -123,22 +173,30 @@ def _launch_statistics(
     split_vocab: bool,
 ) -> None:
     rows = rows_of(logits)
-    _check_grid(rows.count, f"{rows.count} rows of logits")
+    _check_grid(rows.n_rows, f"{rows.n_rows} rows of logits")
     size = logits.element_size()
     vec = _VECTOR_BYTES // size
     layout = _layout(logits, rows)
-    table = _FORWARD_FEW_ROWS if rows.count < _FEW_ROWS else _FORWARD
-    tile = _fit(table[size], rows.columns, vec)
+    tile = _fit((_FORWARD_FEW_ROWS if rows.n_rows < _FEW_ROWS else _FORWARD)[size], rows.columns, vec)
     with _on_device_of(logits):
-        kernels.row_statistics_kernel[(rows.count,)](
-            layout.tensor, layout.lead, rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
-            target, target.stride(0),
-            payload, loss, saved, stats,
-            rows.count, rows.columns, first_column, total_columns, ignore_index,
-            label_smoothing, z_loss_weight,
-            BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level,
-            SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0, STATISTICS=statistics,
-            SPLIT_VOCAB=split_vocab, STAGES=tile.stages, num_warps=tile.warps,
+        _statistics_kernel.launch(
+            rows.n_rows,
+            logits.device,
+            (logits.dtype, target.dtype, layout.tensor.data_ptr() % _VECTOR_BYTES == 0),
+            (
+                layout.tensor, layout.lead,
+                rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
+                target, target.stride(0),
+                payload,
+                loss, saved, stats,
+                rows.n_rows, rows.columns, first_column, total_columns, ignore_index,
+                label_smoothing, z_loss_weight,
+            ),
+            (
+                tile.block, vec, layout.kind, rows.two_level,
+                label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab,
+            ),
+            tile.warps,
         )  # fmt: skip
 
 
@@ -186,11 +244,22 @@ def merge(
     if n:
         smooth = label_smoothing > 0
         with _on_device_of(gathered):
-            kernels.merge_kernel[(triton.cdiv(n, _MERGE_BLOCK),)](
-                gathered, target, target.stride(0), loss, saved, stats,
-                n, total_columns, ignore_index, label_smoothing, z_loss_weight,
-                WORLD=gathered.shape[0], K=3 + smooth + statistics, BLOCK=_MERGE_BLOCK,
-                SMOOTH=smooth, Z_LOSS=z_loss_weight != 0, STATISTICS=statistics, EQUAL_SHARDS=equal_shards,
+            _merge_kernel.launch(
+                triton.cdiv(n, _MERGE_BLOCK),
+                gathered.device,
+                (gathered.dtype, target.dtype),
+                (
+                    gathered,
+                    target, target.stride(0),
+                    loss, saved, stats,
+                    n, total_columns, ignore_index,
+                    label_smoothing, z_loss_weight,
+                ),
+                (
+                    gathered.shape[0], 3 + smooth + statistics, _MERGE_BLOCK,
+                    smooth, z_loss_weight != 0, statistics, equal_shards,
+                ),
+                4,
             )  # fmt: skip
     return loss, saved, stats if statistics else None
 
@@ -232,7 +301,7 @@ def gradient(
 ) -> None:
     """See `reference.gradient`."""
     rows = rows_of(logits)
-    if rows.count == 0 or rows.columns == 0:
+    if rows.n_rows == 0 or rows.columns == 0:
         return
     size = logits.element_size()
     vec = _VECTOR_BYTES // size
@@ -240,15 +309,29 @@ def gradient(
     layout, out = _common_layout(logits, rows, out, out_rows)
     tile = _fit((_GRADIENT if layout.kind == _ALIGNED else _GRADIENT_UNALIGNED)[size], rows.columns, vec)
     tiles_per_row = triton.cdiv(rows.columns, tile.block)
-    _check_grid(rows.count * tiles_per_row, f"the gradient of {rows.count} x {rows.columns} logits")
+    _check_grid(rows.n_rows * tiles_per_row, f"the gradient of {rows.n_rows} x {rows.columns} logits")
     with _on_device_of(logits):
-        kernels.gradient_kernel[(rows.count * tiles_per_row,)](
-            layout.tensor, layout.lead, rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
-            out, out_rows.inner, out_rows.outer_stride, out_rows.inner_stride, out_rows.column_stride,
-            target, target.stride(0), grad_loss, grad_loss.stride(0), saved,
-            rows.count, rows.columns, tiles_per_row, first_column, total_columns, ignore_index,
-            label_smoothing, z_loss_weight,
-            BLOCK=tile.block, VEC=vec, LAYOUT=layout.kind, TWO_LEVEL=rows.two_level,
-            G_TWO_LEVEL=out_rows.two_level, SMOOTH=label_smoothing > 0, Z_LOSS=z_loss_weight != 0,
-            num_warps=tile.warps,
+        _gradient_kernel.launch(
+            rows.n_rows * tiles_per_row,
+            logits.device,
+            (
+                logits.dtype, target.dtype, grad_loss.dtype,
+                layout.tensor.data_ptr() % _VECTOR_BYTES == 0, out.data_ptr() % _VECTOR_BYTES == 0,
+            ),
+            (
+                layout.tensor, layout.lead,
+                rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
+                out,
+                out_rows.inner, out_rows.outer_stride, out_rows.inner_stride, out_rows.column_stride,
+                target, target.stride(0),
+                grad_loss, grad_loss.stride(0),
+                saved,
+                rows.n_rows, rows.columns, tiles_per_row, first_column, total_columns, ignore_index,
+                label_smoothing, z_loss_weight,
+            ),
+            (
+                tile.block, vec, layout.kind, rows.two_level, out_rows.two_level,
+                label_smoothing > 0, z_loss_weight != 0,
+            ),
+            tile.warps,
         )  # fmt: skip

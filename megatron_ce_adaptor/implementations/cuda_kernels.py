@@ -31,6 +31,33 @@ STRIDED: tl.constexpr = tl.constexpr(2)
 HEADER: tl.constexpr = tl.constexpr(4)
 
 
+# Integers keep one type and no special cases for their value, and small tensors none for their address: a
+# kernel then depends on what the launch code knows (see cuda.py), and no vocabulary, batch or rank compiles
+# it anew.
+_INTEGERS = [
+    *(
+        "lead",
+        "inner_rows",
+        "outer_stride",
+        "inner_stride",
+        "column_stride",
+        "g_inner_rows",
+        "g_outer_stride",
+    ),
+    *(
+        "g_inner_stride",
+        "g_column_stride",
+        "target_stride",
+        "grad_stride",
+        "n_rows",
+        "n_cols",
+        "tiles_per_row",
+    ),
+    *("first_column", "total_columns", "ignore_index"),
+]
+_SMALL_TENSORS = ["Y", "PAYLOAD", "GATHERED", "LOSS", "SAVED", "STATS", "G_LOSS"]
+
+
 @triton.jit
 def _row_offset(row, inner_rows, outer_stride, inner_stride, TWO_LEVEL: tl.constexpr):
     """Element offset of a row; TWO_LEVEL for 3-D logits whose two leading dimensions do not collapse into
@@ -137,17 +164,18 @@ def _store_row(
         tl.store(STATS + 3 * n_rows + offsets, tl.where(shown & correct, 1.0, 0.0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["lead", "first_column", "ignore_index", "n_rows", "total_columns"])
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def row_statistics_kernel(
-    X, lead, inner_rows, outer_stride, inner_stride, column_stride,  # logits: N rows of C columns
-    Y, target_stride,                                               # [N] class ids
-    PAYLOAD,                                                        # [K * N + HEADER] if SPLIT_VOCAB
-    LOSS, SAVED, STATS,                                             # [N], [3, N], [4, N] otherwise
-    n_rows, n_cols, first_column, total_columns, ignore_index,
+    X, lead: tl.int32,                                                      # logits: N rows of C columns
+    inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int64,
+    Y, target_stride: tl.int64,                                             # [N] class ids
+    PAYLOAD,                                                                # [K * N + HEADER] if SPLIT_VOCAB
+    LOSS, SAVED, STATS,                                                     # [N], [3, N], [4, N] otherwise
+    n_rows: tl.int64, n_cols: tl.int32,
+    first_column: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr, TWO_LEVEL: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, SPLIT_VOCAB: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Every lane group of VEC columns (16 bytes) keeps its own running (max, sum), so the
     loop
@@ -185,7 +213,7 @@ def row_statistics_kernel(
     else:
         base = X + start
     n_groups = (end - peeled) // VEC
-    for i in tl.range(0, end, BLOCK, num_stages=STAGES):
+    for i in range(0, end, BLOCK):
         g = i // VEC + groups
         c = g * VEC + lanes
         if LAYOUT == STRIDED:
@@ -245,16 +273,16 @@ def row_statistics_kernel(
     if SPLIT_VOCAB:
         tl.store(PAYLOAD + row, row_peak)
         tl.store(PAYLOAD + n_rows + row, row_total)
-        tl.store(PAYLOAD + 2 * tl.cast(n_rows, tl.int64) + row, x_target)
+        tl.store(PAYLOAD + 2 * n_rows + row, x_target)
         k = 3
         if SMOOTH:
-            tl.store(PAYLOAD + 3 * tl.cast(n_rows, tl.int64) + row, sum_x)
+            tl.store(PAYLOAD + 3 * n_rows + row, sum_x)
             k = 4
         if STATISTICS:
-            tl.store(PAYLOAD + k * tl.cast(n_rows, tl.int64) + row, row_weighted)
+            tl.store(PAYLOAD + k * n_rows + row, row_weighted)
             k += 1
         if row == 0:
-            header = PAYLOAD + k * tl.cast(n_rows, tl.int64)
+            header = PAYLOAD + k * n_rows
             tl.store(header, tl.cast(n_cols // 65536, ACC))
             tl.store(header + 1, tl.cast(n_cols % 65536, ACC))
             tl.store(header + 2, tl.cast(0, ACC))
@@ -266,18 +294,18 @@ def row_statistics_kernel(
             SMOOTH, Z_LOSS, STATISTICS,
         )  # fmt: skip
         _store_row(
-            LOSS, SAVED, STATS, row, tl.cast(n_rows, tl.int64), None,
+            LOSS, SAVED, STATS, row, n_rows, None,
             loss, saved_peak, log_total, grad_target, lse, nll, entropy, x_target >= row_peak, known, live,
             STATISTICS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ignore_index", "n_rows", "total_columns"])
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def merge_kernel(
-    GATHERED,                    # [W, K * N + HEADER]
-    Y, target_stride,            # [N]
-    LOSS, SAVED, STATS,          # [N], [3, N], [4, N]
-    n_rows, total_columns, ignore_index,
+    GATHERED,                               # [W, K * N + HEADER]
+    Y, target_stride: tl.int64,             # [N]
+    LOSS, SAVED, STATS,                     # [N], [3, N], [4, N]
+    n_rows: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     WORLD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, EQUAL_SHARDS: tl.constexpr,
@@ -288,7 +316,6 @@ def merge_kernel(
     ACC = SAVED.dtype.element_ty
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < n_rows
-    n = tl.cast(n_rows, tl.int64)
     label = tl.cast(tl.load(Y + rows * target_stride, mask=mask, other=0), tl.int64)
     live = label != ignore_index
     known = (label >= 0) & (label < total_columns)
@@ -297,28 +324,28 @@ def merge_kernel(
     x_target = tl.full([BLOCK], float("-inf"), ACC)
     disagreement = tl.full((), 0.0, ACC)
     for w in range(WORLD):
-        shard = GATHERED + w * (K * n + HEADER)
-        x_w = tl.load(shard + 2 * n + rows, mask=mask, other=0.0)
+        shard = GATHERED + w * (K * n_rows + HEADER)
+        x_w = tl.load(shard + 2 * n_rows + rows, mask=mask, other=0.0)
         peak = tl.maximum(peak, tl.load(shard + rows, mask=mask, other=0.0))
         # one rank holds the target, the others say -inf; no maximum here: it would drop a NaN
         x_target = tl.where(x_w == float("-inf"), x_target, x_w)
         if EQUAL_SHARDS:
-            disagreement += tl.abs(tl.load(shard + K * n) - tl.load(GATHERED + K * n))
-            disagreement += tl.abs(tl.load(shard + K * n + 1) - tl.load(GATHERED + K * n + 1))
+            disagreement += tl.abs(tl.load(shard + K * n_rows) - tl.load(GATHERED + K * n_rows))
+            disagreement += tl.abs(tl.load(shard + K * n_rows + 1) - tl.load(GATHERED + K * n_rows + 1))
     reference = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.zeros([BLOCK], ACC)
     weighted = tl.zeros([BLOCK], ACC)
     sum_x = tl.zeros([BLOCK], ACC)
     for w in range(WORLD):
-        shard = GATHERED + w * (K * n + HEADER)
+        shard = GATHERED + w * (K * n_rows + HEADER)
         shift = tl.load(shard + rows, mask=mask, other=0.0) - reference
-        total_w = tl.load(shard + n + rows, mask=mask, other=1.0)
+        total_w = tl.load(shard + n_rows + rows, mask=mask, other=1.0)
         scale = tl.exp(shift)
         total += total_w * scale
         if SMOOTH:
-            sum_x += tl.load(shard + 3 * n + rows, mask=mask, other=0.0)
+            sum_x += tl.load(shard + 3 * n_rows + rows, mask=mask, other=0.0)
         if STATISTICS:
-            weighted_w = tl.load(shard + (K - 1) * n + rows, mask=mask, other=0.0)
+            weighted_w = tl.load(shard + (K - 1) * n_rows + rows, mask=mask, other=0.0)
             weighted += tl.where(total_w == 0.0, 0.0, (weighted_w + total_w * shift) * scale)
     loss, saved_peak, log_total, grad_target, lse, nll, entropy = _loss_of_row(
         peak, total, x_target, sum_x, weighted, known, live,
@@ -332,7 +359,7 @@ def merge_kernel(
         loss = tl.where(disagreement == 0.0, loss, float("nan"))
         saved_peak = tl.where(disagreement == 0.0, saved_peak, float("nan"))
     _store_row(
-        LOSS, SAVED, STATS, rows, n, mask,
+        LOSS, SAVED, STATS, rows, n_rows, mask,
         loss, saved_peak, log_total, grad_target, lse, nll, entropy, x_target >= peak, known, live,
         STATISTICS,
     )  # fmt: skip
@@ -356,16 +383,17 @@ def _gradient_of_tile(
     return grad * scale
 
 
-@triton.jit(
-    do_not_specialize=["lead", "first_column", "ignore_index", "n_rows", "total_columns", "tiles_per_row"]
-)
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def gradient_kernel(
-    X, lead, inner_rows, outer_stride, inner_stride, column_stride,       # logits
-    G_X, g_inner_rows, g_outer_stride, g_inner_stride, g_column_stride,   # their gradient; may be X itself
-    Y, target_stride,                                                     # [N]
-    G_LOSS, grad_stride,                                                  # [N], stride 0 if expanded
-    SAVED,                                                                # [3, N]
-    n_rows, n_cols, tiles_per_row, first_column, total_columns, ignore_index,
+    X, lead: tl.int32,                                                      # logits: N rows of C columns
+    inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int64,
+    G_X,                                                                    # their gradient; may be X itself
+    g_inner_rows: tl.int64, g_outer_stride: tl.int64, g_inner_stride: tl.int64, g_column_stride: tl.int64,
+    Y, target_stride: tl.int64,                                             # [N]
+    G_LOSS, grad_stride: tl.int64,                                          # [N], stride 0 if expanded
+    SAVED,                                                                  # [3, N]
+    n_rows: tl.int64, n_cols: tl.int32, tiles_per_row: tl.int32,
+    first_column: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr,
     TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
@@ -379,15 +407,15 @@ def gradient_kernel(
     R: tl.constexpr = BLOCK // VEC
     ACC = SAVED.dtype.element_ty
     program = tl.program_id(0)
-    row = tl.cast(program // tiles_per_row, tl.int64)
+    # From the last row to the first: what forward read last is still in the L2 cache.
+    row = n_rows - 1 - tl.cast(program // tiles_per_row, tl.int64)
     tile = program % tiles_per_row
     label = tl.cast(tl.load(Y + row * target_stride), tl.int64)
     live = label != ignore_index
     scale = tl.where(live, tl.load(G_LOSS + row * grad_stride).to(ACC), 0.0)
-    n = tl.cast(n_rows, tl.int64)
     peak = tl.load(SAVED + row)
-    log_total = tl.load(SAVED + n + row)
-    grad_target = tl.load(SAVED + 2 * n + row)
+    log_total = tl.load(SAVED + n_rows + row)
+    grad_target = tl.load(SAVED + 2 * n_rows + row)
     log2_total = log_total * LOG2_E
     lse = peak + log_total
     shifted = label - first_column
@@ -415,7 +443,12 @@ def gradient_kernel(
 
     g = tile * R + tl.arange(0, R)[:, None]
     c = g * VEC + tl.arange(0, VEC)[None, :]
-    if LAYOUT == STRIDED:
+    if LAYOUT == ALIGNED:
+        c = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = c < n_cols // VEC * VEC
+        x_at = x_base + c
+        g_at = g_base + c
+    elif LAYOUT == STRIDED:
         inside = c < n_cols
         x_at = x_base + tl.cast(c, tl.int64) * column_stride
         g_at = g_base + tl.cast(c, tl.int64) * g_column_stride

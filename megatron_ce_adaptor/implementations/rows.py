@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Row r = (r // inner, r % inner) starts at element (r // inner) * outer_stride + (r % inner) *
     inner_stride.
     """
 
-    count: int
+    n_rows: int
     columns: int
     inner: int
     outer_stride: int
@@ -24,7 +23,7 @@ class Rows:
     @property
     def two_level(self) -> bool:
         """True when the two leading dimensions do not collapse into one stride."""
-        return self.inner < self.count
+        return self.inner < self.n_rows
 
 
 def rows_of(logits: torch.Tensor) -> Rows:
@@ -50,7 +49,7 @@ def matrices_of(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ..
     elif not any(rows.two_level for rows in described):
         yield (
             tuple(
-                t.as_strided((rows.count, rows.columns), (rows.inner_stride, rows.column_stride))
+                t.as_strided((rows.n_rows, rows.columns), (rows.inner_stride, rows.column_stride))
                 for t, rows in zip(tensors, described, strict=True)
             ),
             slice(None),

@@ -193,7 +193,7 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 @contextlib.contextmanager
 def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open ``<name>.log.partial`` for this launch alone; an earlier log makes way for it, and so does a verdict."""
+    """Open ``<name>.log.partial`` for this launch alone; an earlier log and its verdict make way."""
     partial = folder / f"{name}.log.partial"
     finished = folder / f"{name}.log"
     try:
