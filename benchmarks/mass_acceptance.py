@@ -68,7 +68,9 @@ def _in_workers(function: Any, items: list[Any], device: str, workers: int) -> l
     slices = [items[i::workers] for i in range(workers) if items[i::workers]]
     if workers == 1:
         return [function(s, device) for s in slices]
-    with ProcessPoolExecutor(len(slices), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        len(slices), get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         return list(pool.map(function, slices, [device] * len(slices)))
 
 
@@ -94,8 +96,9 @@ def run_speed(device: str, limit: int, workers: int, time_limit: float, calls: i
     began = time.perf_counter()
     torch_device = torch.device(device)
     if not on_cpu:
-        # few rows compile the same kernels as many, except below the row count that changes the tile
-        small = [SpeedShape(s.number, s.dtype, min(s.rows, 256), s.columns) for s in shapes]
+        # a few hundred rows compile the same kernels as many, if they are as divisible by 16
+        rows = [s.rows if s.rows < 288 else 272 + s.rows % 16 for s in shapes]
+        small = [SpeedShape(s.number, s.dtype, n, s.columns) for s, n in zip(shapes, rows, strict=True)]
         _in_workers(_warm_slice, small, device, workers)
     warm = time.perf_counter() - began
     buffers = mass_speed.Buffers.make(shapes, torch_device)
@@ -144,7 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--limit", type=int, default=COUNT, metavar="N", help=f"of the {COUNT} cases or shapes"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"))
-    parser.add_argument("--workers", type=int, help="processes; default 8 on a GPU machine, 1 on a CPU")
+    parser.add_argument(
+        "--workers", type=int, help="processes; default 12 at most on a GPU machine, 1 on a CPU"
+    )
     parser.add_argument(
         "--time-limit", type=float, default=420.0, help="seconds after which no shape is begun"
     )
@@ -155,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("there is no CUDA device here")
     if not 0 < options.limit <= COUNT:
         parser.error(f"--limit is {options.limit}, expected 1 to {COUNT}")
-    workers = options.workers or (min(8, os.cpu_count() or 1) if device == "cuda" else 1)
+    workers = options.workers or (min(12, os.cpu_count() or 1) if device == "cuda" else 1)
     if options.accuracy:
         part = run_accuracy(device, options.limit, workers)
     else:
