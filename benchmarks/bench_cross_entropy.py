@@ -74,6 +74,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def choose_cases(options: argparse.Namespace) -> list[case_lists.Case]:
+    chosen: tuple[case_lists.Case, ...]
     if options.tiny:
         chosen = case_lists.TINY
     elif options.device == "cpu":

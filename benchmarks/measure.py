@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -167,7 +168,7 @@ def _time_split(call: Call, clock: timing.GpuClock, entry: dict[str, Any]) -> No
         before()
         loss = call.forward()
         upstream = call.upstream_like(loss)
-        backward.append(clock.time(lambda: None, lambda x=loss, g=upstream: x.backward(g), host))
+        backward.append(clock.time(lambda: None, functools.partial(loss.backward, upstream), host))
         call.clear()
     entry["forward_ms"] = statistics.median(forward)
     entry["backward_ms"] = statistics.median(backward)

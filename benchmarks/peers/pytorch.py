@@ -39,7 +39,8 @@ def _loss_parallel(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
 
     mesh = _mesh(logits.device.type, group.size())
     split = DTensor.from_local(logits, mesh, [Shard(logits.dim() - 1)], run_check=False)
-    return F.cross_entropy(split, labels, reduction="none").to_local()
+    loss: Any = F.cross_entropy(split, labels, reduction="none")
+    return loss.to_local()
 
 
 def _loss_parallel_context() -> contextlib.AbstractContextManager[Any]:

@@ -59,7 +59,7 @@ def peers() -> list[Peer]:
     return [
         Peer(
             name=name,
-            version=lambda version=version: version,
+            version=functools.partial(str, version),
             make=functools.partial(_make, version, overwrite),
             dims=3,
             in_place=in_place,
