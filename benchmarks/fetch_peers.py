@@ -9,7 +9,7 @@ metadata of flash-attn's source distribution, which needs torch. quack needs nvi
 wheel, 240 MB unpacked), so it is fetched only when asked for.
 
 --pack writes a .tar.xz of each package, to carry them to a machine without a network: unpack them there into
-one folder and name it in MCE_PEERS. quack's takes some 53 MB and a quarter of an hour, the others 2 MB.
+one folder and name it in MCE_PEERS. quack's takes some 60 MB and a quarter of an hour, the others 2 MB.
 
 Exit status: 0 everything is there, 1 a package could not be fetched (it is named), 2 bad arguments.
 """
@@ -86,7 +86,7 @@ QUACK_PACKAGES = (
     Package("nvidia-cutlass-dsl-libs-base==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
     Package("nvidia-cutlass-dsl-libs-core==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
     Package("nvidia-cutlass-dsl-libs-cu13==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
-    Package("apache-tvm-ffi==0.1.15.post2", _QUACK, ("tvm_ffi/",), (".a", ".h")),
+    Package("apache-tvm-ffi==0.1.15.post2", _QUACK, ("tvm_ffi/",), (".a", ".h", "_testing.so")),
     Package("torch-c-dlpack-ext==0.1.5", _QUACK, ("torch_c_dlpack_ext/",), ()),
 )
 
@@ -197,7 +197,7 @@ def pack(folder: Path, into: Path) -> Path:
         subprocess.run(["strip", "--strip-unneeded", *map(str, libraries)], check=False)
     # the filter for x86 machine code saves a seventh of the libraries
     machine_code = {"id": lzma.FILTER_X86}
-    dictionary = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 2**26}
+    dictionary = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 2**28}
     partial = target.with_suffix(".partial")
     with (
         lzma.open(partial, "wb", filters=[machine_code, dictionary]) as compressed,
