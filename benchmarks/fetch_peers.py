@@ -86,7 +86,7 @@ QUACK_PACKAGES = (
     Package("nvidia-cutlass-dsl-libs-base==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
     Package("nvidia-cutlass-dsl-libs-core==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
     Package("nvidia-cutlass-dsl-libs-cu13==4.8.1", _QUACK, ("nvidia_cutlass_dsl/",), _DSL_UNWANTED),
-    Package("apache-tvm-ffi==0.1.15.post2", _QUACK, ("tvm_ffi/",), (".a", ".h", "_testing.so")),
+    Package("apache-tvm-ffi==0.1.15.post2", _QUACK, ("tvm_ffi/",), (".a", ".h")),
     Package("torch-c-dlpack-ext==0.1.5", _QUACK, ("torch_c_dlpack_ext/",), ()),
 )
 
