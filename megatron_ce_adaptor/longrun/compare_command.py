@@ -37,6 +37,7 @@ class _Inputs:
     te_facts: RunFacts
     noise_floor: TrainingLog | None
     environment: dict[str, Any] | None
+    gates_source: str | None  # None: the defaults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
             noise_floor=inputs.noise_floor,
             force=args.force,
         )
+        if inputs.gates_source is not None:
+            comparison.notes.insert(0, f"limits from {inputs.gates_source}, not configs/gates.yaml.")
         metrics = build_metrics(
             inputs.native,
             inputs.te,
@@ -184,9 +187,11 @@ def _load(args: argparse.Namespace) -> tuple[Gates, _Inputs]:
     if folder is not None and not folder.is_dir():
         what = "does not exist" if not folder.exists() else "is a single log"
         raise ComparisonError(f"{folder} {what}; give a run folder, or two logs: native's, then te's.")
-    gates_file = args.gates
+    gates_file: Path | None = args.gates
+    gates_source = gates_file.name if gates_file is not None else None  # no path: it stands in the report
     if gates_file is None and folder is not None and (folder / run_folder.GATES).is_file():
         gates_file = folder / run_folder.GATES
+        gates_source = f"{folder.resolve().name}/{run_folder.GATES}"
     gates = load_gates(gates_file)
     native_source = args.native_from or paths[0]
     te_source = args.te_from or paths[-1]
@@ -198,7 +203,7 @@ def _load(args: argparse.Namespace) -> tuple[Gates, _Inputs]:
     elif folder is not None and run_folder.has_log(folder, "noise_floor"):
         noise, _ = _run(folder, "noise_floor")
     environment = run_folder.load_environment(folder) if folder is not None else None
-    return gates, _Inputs(native, te, native_facts, te_facts, noise, environment)
+    return gates, _Inputs(native, te, native_facts, te_facts, noise, environment, gates_source)
 
 
 def _run(source: Path, name: str) -> tuple[TrainingLog, RunFacts]:

@@ -30,7 +30,7 @@ from megatron_ce_adaptor.longrun.config import (
     load_config,
 )
 from megatron_ce_adaptor.longrun.files import strict_json, write_atomically
-from megatron_ce_adaptor.longrun.megatron_log import LogError, parse_log
+from megatron_ce_adaptor.longrun.megatron_log import LogError, TrainingLog, parse_log
 from megatron_ce_adaptor.longrun.preflight import Refused
 from megatron_ce_adaptor.longrun.run_record import LaunchStatus, write_commands
 
@@ -45,6 +45,7 @@ FORKED_TORCHRUN = "megatron_ce_adaptor.megatron.forked_torchrun"
 RANK_LOSS_SECONDS = 40.0
 STOP_GRACE_SECONDS = 10.0
 VERDICT_FILES = ("metrics.json", "report.html", "report.png")
+GATES_FILE = "gates.yaml"  # the limits of that verdict, where they were not the defaults
 RESERVED_BYTES = 2**18
 LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record
 
@@ -193,7 +194,7 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 @contextlib.contextmanager
 def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open ``<name>.log.partial`` for this launch alone; an earlier log and its verdict make way."""
+    """Open ``<name>.log.partial`` for this launch alone; an earlier log, its verdict and limits make way."""
     partial = folder / f"{name}.log.partial"
     finished = folder / f"{name}.log"
     try:
@@ -208,12 +209,24 @@ def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
                 f"Another launch is writing {partial}: wait for it or give another --out."
             ) from None
         log.truncate(0)
-        if finished.exists():
-            finished.replace(folder / f"{name}.previous.log")
+        if name == "native" and any((folder / f"native.log{packed}").exists() for packed in ("", ".gz")):
+            # The noise floor is a distance from that earlier run. After a rerun of te alone it still holds.
+            for packed in ("", ".gz"):
+                _put_aside(folder / f"noise_floor.log{packed}")
+            (folder / "noise_floor.status.json").unlink(missing_ok=True)
+        _put_aside(finished)
         (folder / f"{name}.failed.log").unlink(missing_ok=True)
         for judgement in VERDICT_FILES:  # it was passed on the earlier log
             (folder / judgement).unlink(missing_ok=True)
+        _put_aside(folder / GATES_FILE)
         yield log
+
+
+def _put_aside(file: Path) -> None:
+    """Rename ``a.b`` to ``a.previous.b``, over an earlier one, if it exists."""
+    stem, _, suffix = file.name.partition(".")
+    with contextlib.suppress(FileNotFoundError):
+        file.replace(file.with_name(f"{stem}.previous.{suffix}"))
 
 
 class Tee(threading.Thread):
@@ -295,7 +308,7 @@ def _train(plan: Plan, log: BinaryIO) -> int:
         code, message = _supervise(plan, log, signals)
     if code == 0:
         try:
-            parse_log(partial)
+            _check_length(parse_log(partial), plan.steps)
         except LogError as error:
             code, message = FAILED, f"torchrun ended with 0, but the log is not that of a whole run: {error}"
     final = folder / f"{plan.name}{'.log' if code == 0 else '.failed.log'}"
@@ -310,6 +323,16 @@ def _train(plan: Plan, log: BinaryIO) -> int:
     if code != COMPLETE:
         _complain(f"{message} The log is {final}.")
     return code
+
+
+def _check_length(log: TrainingLog, steps: int) -> None:
+    """Raise LogError unless the log reaches its last line; `--exit-interval` and the like end before it."""
+    last = max(log.steps)
+    if last < steps // log.log_interval * log.log_interval:
+        raise LogError(
+            f"{log.name} ends after step {last} of {steps} steps; take --exit-interval and the like out of "
+            "MODEL_ARGS, or use --steps for a shorter run."
+        )
 
 
 def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from typing import Protocol
 # `[rank 7] cross entropy: te 200 calls, native 0 calls, implementation reference`.
 CROSS_ENTROPY_CALLS = re.compile(
     r"(?:\[rank (?P<rank>\d+)\] )?cross entropy: te (?P<te>\d+) calls"
-    r"(?:, native (?P<native>\d+) calls)?, implementation (?P<implementation>[\w.\-]+)"
+    r"(?:, native (?P<native>\d+) calls)?, implementation (?P<implementation>[\w.\-]+(?: \(\w+\))?)"
 )
 
 _HEAD = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
@@ -95,6 +95,8 @@ class TrainingLog:
 
     `steps` is keyed by iteration, in ascending order. `replaced` are iterations that were printed again after
     a restart (the later line counts); `damaged` are iterations whose line could not be read whole.
+    `loaded_iteration` is the checkpoint before the first of `steps`, `exit_iteration` where the latest
+    attempt was told to stop.
     """
 
     name: str
@@ -233,6 +235,7 @@ class _Parser:
         self.open_text = ""
         self.open_lines = 0
         self.in_arguments = False
+        self.attempt_loaded = 0  # the checkpoint that the current attempt continues
         self.saw_end_field = False
         self.last_line = b""
         self.last_error = ""
@@ -279,6 +282,8 @@ class _Parser:
             self.in_arguments = True
             self.log.arguments = {}  # a restart prints them again
             self.log.starts += 1
+            # What an earlier attempt loaded and where it was told to stop do not hold for this one.
+            self.attempt_loaded, self.log.exit_iteration = 0, None
 
     def _other_lines(self, text: str) -> None:
         if "memory (MB)" in text:
@@ -295,7 +300,7 @@ class _Parser:
                 calls.implementation = match["implementation"]
         if "at iteration" in text:
             if loaded := _LOADED.search(text):
-                self.log.loaded_iteration = int(loaded[1])
+                self.attempt_loaded = int(loaded[1])
             if exiting := _EXITING.search(text):
                 self.log.exit_iteration = int(exiting[1])
 
@@ -348,6 +353,10 @@ class _Parser:
                 del steps[iteration]
             self.log.replaced.extend(void)
             self.log.damaged = [i for i in self.log.damaged if i < step.iteration]
+        if not steps:
+            self.log.loaded_iteration = self.attempt_loaded
+        if self.log.exit_iteration is not None and step.iteration > self.log.exit_iteration:
+            self.log.exit_iteration = None  # a later attempt, without a dump of its arguments
         steps[step.iteration] = step
         if damaged:
             self.log.damaged.append(step.iteration)

@@ -1,7 +1,8 @@
 """The folder a comparison run leaves: which files are in it, and whether they may be compared.
 
 native.log and te.log (or .log.gz), native.status.json and te.status.json, cmd.sh, env.json; optionally
-noise_floor.log and gates.yaml. Compare adds metrics.json, report.html and report.png.
+noise_floor.log and gates.yaml. Compare adds metrics.json, report.html and report.png. A new run removes what
+compare added and puts gates.yaml aside; a new native run also noise_floor.log, which belongs to the earlier.
 """
 
 from __future__ import annotations

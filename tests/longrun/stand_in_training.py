@@ -43,6 +43,9 @@ if behaviour == "train":
     train(1, steps)
 elif behaviour == "short":  # exits well, but early
     train(1, steps // 2)
+elif behaviour == "exit_interval":  # the same, and says so as Megatron does
+    train(1, steps // 2)
+    say(f"[exiting program at iteration {steps // 2}] datetime: 2026-01-01 00:00:00.000000 ")
 elif behaviour == "fail" and rank == 1:
     sys.exit(7)
 elif behaviour == "leave" and rank == 1:  # exits with 0 while the others wait for it

@@ -213,12 +213,55 @@ def test_later_run_puts_the_earlier_log_aside(config: Path, tmp_path: Path) -> N
     assert_failed(out, launch.FAILED, "rank 1", "7")
 
 
+def launch_log(out: Path, name: str) -> None:
+    with launch.open_log(out, name):
+        pass
+
+
+@pytest.mark.parametrize("name", ["native", "te"])
+def test_new_run_puts_the_limits_of_the_earlier_one_aside(tmp_path: Path, name: str) -> None:
+    (tmp_path / "gates.yaml").write_text("loss_mape_percent: 50")
+    launch_log(tmp_path, name)
+    assert not (tmp_path / "gates.yaml").exists(), "the new comparison would be judged by stale limits"
+    assert (tmp_path / "gates.previous.yaml").read_text() == "loss_mape_percent: 50"
+
+
+NOISE_FLOOR = {"noise_floor.log", "noise_floor.log.gz", "noise_floor.status.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier", "stays"),
+    [
+        ("native", "native.log", False),  # the floor was measured from that earlier run
+        ("native", "native.log.gz", False),
+        ("native", "te.log", True),  # a floor that was run before native's first run
+        ("te", "native.log", True),  # run between native and te
+    ],
+)
+def test_noise_floor_goes_with_the_native_run_it_belongs_to(
+    tmp_path: Path, name: str, earlier: str, stays: bool
+) -> None:
+    for file in (earlier, *NOISE_FLOOR):
+        (tmp_path / file).write_text("{}")
+    launch_log(tmp_path, name)
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left & NOISE_FLOOR == (NOISE_FLOOR if stays else set())
+    assert ("noise_floor.previous.log" in left) is not stays
+
+
 # --- runs that fail --------------------------------------------------------------------------------------
 
 
 def test_exit_before_the_last_step_is_not_complete(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run_launch(config, out, STAND_IN="short").returncode == launch.FAILED
+    assert_failed(out, launch.FAILED, "8 steps", "step 4")
+
+
+def test_exit_interval_is_not_complete_either(config: Path, tmp_path: Path) -> None:
+    """Megatron says that it was told to stop early; compare would refuse such a run."""
+    out = tmp_path / "out"
+    assert run_launch(config, out, STAND_IN="exit_interval").returncode == launch.FAILED
     assert_failed(out, launch.FAILED, "8 steps", "step 4")
 
 

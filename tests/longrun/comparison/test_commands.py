@@ -152,7 +152,21 @@ def test_gates_file_stays_with_the_folder(run_dir, tmp_path, capsys):
     gates = tmp_path / "strict.yaml"
     gates.write_text("loss_mape_percent: 0.05\n")
     assert call(capsys, "compare", run_dir, "--gates", gates)[0] == 1
-    assert call(capsys, "compare", run_dir)[0] == 1, "the same verdict without naming the file again"
+    status, out, _ = call(capsys, "compare", run_dir)
+    assert status == 1, "the same verdict without naming the file again"
+    assert "note: limits from run/gates.yaml" in out
+    assert "limits from run/gates.yaml" in (run_dir / "report.html").read_text()
+
+
+def test_source_of_the_limits_is_shown(run_dir, pair, tmp_path, capsys):
+    assert "limits from" not in call(capsys, "compare", run_dir)[1], "the defaults need no note"
+    gates = tmp_path / "loose.yaml"
+    gates.write_text("loss_mape_percent: 50\n")
+    assert "note: limits from loose.yaml" in call(capsys, "compare", *pair, "--gates", gates)[1]
+    (run_dir / "gates.yaml").write_text("loss_mape_percent: 50\n")
+    content = json.loads(call(capsys, "compare", run_dir, "--json")[1])
+    assert any("limits from run/gates.yaml" in note for note in content["comparison"]["notes"])
+    assert str(tmp_path) not in (run_dir / "report.html").read_text()
 
 
 def test_native_from_another_run(run_dir, maker, tmp_path, capsys):

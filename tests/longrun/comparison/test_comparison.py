@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -82,6 +83,26 @@ def without(*steps):
     return edit
 
 
+def damaged(run, step):
+    """The line as another rank's words in its middle leave it: neither loss nor grad norm can be read."""
+    line = run.step_line(step)
+    cut = line.index("lm loss:") + 5
+    end = line.index(" number of skipped")
+    return line[:cut] + "[rank1] warning" + line[end:]
+
+
+NATIVE = "[rank 0] cross entropy: te 0 calls, native 40"
+
+
+def without_norm(text, steps):
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        found = re.search(r"iteration +(\d+)/", line)
+        if found and int(found[1]) in steps:
+            lines[number] = re.sub(r" grad norm: \S+ \|", "", line)
+    return "\n".join(lines) + "\n"
+
+
 @pytest.mark.parametrize(
     ("gate", "changes"),
     [
@@ -102,10 +123,18 @@ def without(*steps):
             "native calls in the te run",
             {"edit_te": lambda text, run: text.replace("native 0 calls", "native 3 calls")},
         ),
-        (
-            "te calls in the native run",
-            {"edit_native": lambda text, run: text.replace("te 0 calls", "te 3 calls")},
+        (  # also at a rank of the first stage, whose calls count for nothing else
+            "native calls in the te run",
+            {
+                "edit_te": lambda text, run: text.replace(
+                    "[rank 0] cross entropy: te 0 calls, native 0", NATIVE
+                )
+            },
         ),
+        ("grad norm MAPE", {"edit_native": at_step(9, norm=0.0)}),
+        ("grad norm MAPE", {"edit_te": at_step(9, norm=0.0), "gates": Gates(grad_norm_mape_percent=4)}),
+        ("grad norm MAPE", {"edit_native": lambda text, run: without_norm(text, {9})}),
+        ("grad norm MAPE", {"edit_te": lambda text, run: without_norm(text, set(range(2, 21)))}),
         ("step time, te / native", {"te": {"time_ms": 190}, "gates": Gates(enforce_step_time=True)}),
         (
             "peak memory, te / native",
@@ -135,10 +164,34 @@ def test_gate_fails_alone(judge, gate, changes):
         ),
         ("missing steps, te", {"edit_te": without(7), "gates": Gates(max_missing_steps=1)}),
         ("te called", {"te": {"micro_batches": 3}}),  # evaluation calls it too
+        (  # both below the last printed digit
+            "grad norm MAPE",
+            {"edit_native": at_step(9, norm=0.0), "edit_te": at_step(9, norm=0.0)},
+        ),
+        # What the gates for skipped and missing steps count is not counted again.
+        (
+            "grad norm MAPE",
+            {"edit_te": lambda text, run: without_norm(at_step(9, skipped=1)(text, run), {9})},
+        ),
+        ("grad norm MAPE", {"edit_te": lambda text, run: text.replace(run.step_line(9), damaged(run, 9))}),
     ],
 )
 def test_gate_passes_at_its_limit(judge, gate, changes):
     assert outcome(judge(**changes), gate).status == "pass"
+
+
+def test_grad_norm_that_only_one_run_has_is_named(judge):
+    result = judge(edit_native=at_step(9, norm=0.0))
+    assert "native's grad norm is 0 at step 9 and te's is not" in outcome(result, "grad norm MAPE").sentence
+    result = judge(edit_te=lambda text, run: without_norm(text, {4, 9}))
+    assert "in one log only: 4, 9" in outcome(result, "grad norm MAPE").sentence
+
+
+def test_an_unenforced_grad_norm_gate_stays_so(judge):
+    result = judge(
+        edit_te=lambda text, run: without_norm(text, {9}), gates=Gates(grad_norm_mape_percent=None)
+    )
+    assert result.passed and outcome(result, "grad norm MAPE").status == "not enforced"
 
 
 def test_speed_and_memory_are_only_reported_by_default(judge):
@@ -187,6 +240,48 @@ def test_different_lengths_and_swapped_logs_are_refused(judge, maker, tmp_path):
     judge()
     with pytest.raises(ComparisonError, match="swapped"):
         compare(judge.logs[1], judge.logs[0], Gates())
+
+
+def without_exit_lines(text, run):
+    return text.split("[rank 0] cross entropy")[0]
+
+
+@pytest.mark.parametrize(
+    ("te_says", "native_edit", "words"),
+    [
+        # As under an implementation of te that is not ours and prints no line at exit.
+        (
+            "te",
+            without_exit_lines,
+            r"native\.log is no baseline: its arguments say cross_entropy_fusion_impl te",
+        ),
+        ("native", without_exit_lines, "look swapped"),
+        ("te", None, r"native\.log is no baseline"),
+    ],
+)
+def test_baseline_whose_arguments_say_te_is_refused(judge, te_says, native_edit, words):
+    with pytest.raises(ComparisonError, match=words):
+        judge(
+            native={"arguments": {"cross_entropy_fusion_impl": "te"}},
+            te={"arguments": {"cross_entropy_fusion_impl": te_says}},
+            edit_native=native_edit,
+            force=True,
+        )
+
+
+def test_baseline_that_called_te_is_refused(judge):
+    def one_call(text, run):
+        return text.replace("[rank 5] cross entropy: te 0 calls", "[rank 5] cross entropy: te 1 calls")
+
+    with pytest.raises(ComparisonError, match=r"native\.log is no baseline: rank 5 called te"):
+        judge(edit_native=one_call)
+
+
+def test_what_rightly_says_otherwise_is_not_refused(judge):
+    """Without loss fusion nothing reads the choice; te's own dump may show native (validate_args)."""
+    unfused = {"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": "False"}
+    assert judge(native={"arguments": unfused}).passed
+    assert judge(te={"arguments": {"cross_entropy_fusion_impl": "native"}}).passed
 
 
 def test_noise_floor(judge, maker, tmp_path):

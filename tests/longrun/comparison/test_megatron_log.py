@@ -169,6 +169,48 @@ def test_exit_interval_is_not_a_truncation(tmp_path, maker):
         parse_log(write(tmp_path, lines[:-1]))
 
 
+def resumed_after_exit(maker, first, last, *, banner=True):
+    """Stopped by --exit-interval at `first` of 100, then resumed as far as `last`."""
+    run = maker(steps=last, announced=100)
+    dump = run.argument_lines() if banner else []
+    return [
+        *run.argument_lines(),
+        *[run.step_line(s) for s in range(1, first + 1)],
+        f"[exiting program at iteration {first}] datetime: 2026-07-01 12:00:00.0 ",
+        *dump,
+        *[run.step_line(s) for s in range(first + 1, last + 1)],
+    ]
+
+
+@pytest.mark.parametrize("banner", [True, False])
+def test_exit_of_an_earlier_attempt_does_not_excuse_a_later_one(tmp_path, maker, banner):
+    with pytest.raises(LogError, match="announces 100 steps and ends after step 73"):
+        parse_log(write(tmp_path, resumed_after_exit(maker, 50, 73, banner=banner)))
+    log = parse_log(write(tmp_path, resumed_after_exit(maker, 50, 100, banner=banner)))
+    assert (log.exit_iteration, log.expected_last, log.missing_steps) == (None, 100, [])
+
+
+def test_resumed_run_that_repeats_steps_and_is_cut_is_truncated(tmp_path, maker):
+    """The later attempt begins before the earlier one's exit and ends before it too."""
+    lines = resumed_after_exit(maker, 50, 50)
+    run = maker(steps=45, announced=100)
+    lines += [run.step_line(s) for s in range(41, 46)]
+    with pytest.raises(LogError, match="announces 100 steps and ends after step 45"):
+        parse_log(write(tmp_path, lines))
+
+
+def test_checkpoint_of_an_earlier_attempt_does_not_excuse_missing_steps(tmp_path, maker):
+    run = maker()
+    loaded = "  successfully loaded checkpoint from /x [ t 1/2, p 1/2 ] at iteration {}"
+    second = [run.step_line(s) for s in range(11, 21)]
+    lines = [*run.argument_lines(), loaded.format(10), *run.argument_lines(), *second]
+    assert parse_log(write(tmp_path, lines)).missing_steps == list(range(1, 11))
+    # Two attempts that each continue a checkpoint: the log begins where the first one's does.
+    lines = [loaded.format(10), *second[:5], *run.argument_lines(), loaded.format(15), *second[5:]]
+    log = parse_log(write(tmp_path, lines))
+    assert (log.loaded_iteration, log.missing_steps) == (10, [])
+
+
 def test_gzip(tmp_path, maker):
     plain = maker().write(tmp_path)
     packed = tmp_path / "named_without_suffix"
@@ -240,6 +282,13 @@ def test_calls_are_summed_over_restarts_and_read_without_rank(tmp_path, maker):
     assert (calls.te, calls.native, calls.implementation) == (42, 1, "cuda")
     lines = [*maker().lines()[:-8], "cross entropy: te 8000 calls, implementation triton-ascend"]
     assert parse_log(write(tmp_path, lines)).calls[0].te == 8000
+
+
+@pytest.mark.parametrize("name", ["reference", "cuda", "cuda (interpreter)", "triton-ascend"])
+@pytest.mark.parametrize("after", ["", " |", "[rank 1] cross entropy: te 2 calls, implementation cuda"])
+def test_name_of_the_implementation_is_read_whole(tmp_path, maker, name, after):
+    line = f"[rank 0] cross entropy: te 2 calls, native 0 calls, implementation {name}{after}"
+    assert parse_log(write(tmp_path, [*maker().lines()[:-8], line])).calls[0].implementation == name
 
 
 @pytest.mark.slow
