@@ -8,7 +8,7 @@ first use: `import megatron_ce_adaptor` alone imports neither torch nor Megatron
 
 from __future__ import annotations
 
-import os
+from megatron_ce_adaptor.settings import switch as _switch
 
 TYPE_CHECKING = False  # as typing's, without the milliseconds that importing typing takes
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-if os.environ.get("MCE_AUTO_PATCH", "1") != "0":
+if _switch("MCE_AUTO_PATCH") is not False:
     from megatron_ce_adaptor.megatron import install_import_hook as _install_import_hook
 
     _install_import_hook()

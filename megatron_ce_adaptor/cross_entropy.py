@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ce_adaptor import dispatch
 from megatron_ce_adaptor.implementations.rows import has_overlapping_elements
+from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
 __all__ = ["CrossEntropyStatistics", "parallel_cross_entropy"]
@@ -86,9 +87,10 @@ def parallel_cross_entropy(
     Raises:
         TypeError: a tensor is of an unsupported dtype.
         ValueError: shapes that do not fit; label_smoothing out of range; a label that is neither a class nor
-            ignore_idx (checked on CPU, on a device with MCE_CHECK_LABELS=1; unchecked, its loss is lse - max
-            of the row and its gradient the softmax); shards of unequal sizes (on all ranks); overwrite_input
-            with logits that are a leaf or overlap in memory; an unknown MCE_IMPLEMENTATION.
+            ignore_idx (checked on CPU outside torch.compile, on a device with MCE_CHECK_LABELS=1; unchecked,
+            its loss is lse - max of the row and its gradient the softmax); shards of unequal sizes (on all
+            ranks); overwrite_input with logits that are a leaf or overlap in memory; an unknown
+            MCE_IMPLEMENTATION.
         RuntimeError: the requested implementation cannot run here; a second backward after overwrite_input;
             second derivatives (create_graph=True).
     """
@@ -132,12 +134,13 @@ def cross_entropy(
         check_labels: raise for labels that are no class; None: on CPU yes, on devices no.
             MCE_CHECK_LABELS=0|1 wins.
     """
-    leading = _validate(logits, target, label_smoothing)
+    leading = _validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
     shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     labels = target.reshape(-1)
-    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
-    if overwrite_input and needs_gradient:
-        _check_overwritable(logits)
+    if overwrite_input and torch.is_grad_enabled() and logits.requires_grad:
+        obstacle = overwrite_obstacle(logits)
+        if obstacle is not None:
+            raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
     loss, stats = _CrossEntropy.apply(
         logits,
         labels,
@@ -244,7 +247,9 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, *([None] * 7)
 
 
-def _validate(logits: Tensor, target: Tensor, label_smoothing: float) -> torch.Size:
+def _validate(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float
+) -> torch.Size:
     """Checks that need no other rank; returns the loss's shape."""
     for name, value in (("inp", logits), ("target", target)):
         if not isinstance(value, Tensor):
@@ -271,15 +276,19 @@ def _validate(logits: Tensor, target: Tensor, label_smoothing: float) -> torch.S
         raise ValueError(f"target is on {target.device} and inp on {logits.device}: move both to one device.")
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1.")
+    if not math.isfinite(z_loss_weight):
+        raise ValueError(f"z_loss_weight is {z_loss_weight}, expected a finite number.")
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_idx is {ignore_index!r}, expected an int.")
     return leading
 
 
 def _labels_are_checked(check_labels: bool | None, logits: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
-    setting = os.environ.get("MCE_CHECK_LABELS")
+    setting = switch("MCE_CHECK_LABELS")
     if setting is not None:
-        return setting == "1"
+        return setting
     return logits.device.type == "cpu" if check_labels is None else check_labels
 
 
@@ -293,18 +302,20 @@ def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def _check_overwritable(logits: Tensor) -> None:
+def overwrite_obstacle(logits: Tensor) -> str | None:
+    """Why the gradient cannot be written over these logits, as the end of a sentence; None if it can."""
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "overwrite_input=True does not work under torch.compile: pass overwrite_input=False."
-        )
-    if logits.is_leaf:
-        raise ValueError(
-            "overwrite_input=True needs logits that are an intermediate result, and these are a leaf, whose "
-            "values would be lost to their own gradient: pass overwrite_input=False."
+        return "does not work under torch.compile"
+    base = logits._base if logits._is_view() else logits
+    owner = logits if base is None else base
+    if logits.is_leaf or (owner.is_leaf and owner.requires_grad):
+        return (
+            "needs logits that are an intermediate result, and these are a leaf or share its memory: the "
+            "leaf's values would be lost to their own gradient"
         )
     if has_overlapping_elements(logits):
-        raise ValueError(
-            f"overwrite_input=True needs logits whose elements do not share memory, and these have strides "
-            f"{logits.stride()} for shape {tuple(logits.shape)}: pass overwrite_input=False."
+        return (
+            f"needs logits whose elements do not share memory, and these have strides {logits.stride()} for "
+            f"shape {tuple(logits.shape)}"
         )
+    return None

@@ -33,14 +33,14 @@ def forward_pass(
 
     Args:
         logits: [N, C] or [A, B, C], any strides; never written.
-        target: [N].
+        target: [N]; N is the same on all ranks of the group.
     """
     choice = choose(logits.device.type)
     note_use(choice.name)
     if target.numel() == 0:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        empty = torch.empty(4, 0, dtype=dtype, device=logits.device)
-        return empty[0], empty[:3], empty if statistics else None
+        loss, saved, stats = (logits.new_empty(shape, dtype=dtype) for shape in ((0,), (3, 0), (4, 0)))
+        return loss, saved, stats if statistics else None
     options = {
         "total_columns": shard.total_columns,
         "ignore_index": ignore_index,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Groups whose shards' sizes were once compared on the host: on a device that means waiting for it. By group
-# and not by size too, so that all ranks agree on when to look, also when only some see a new size.
-_compared: set[str] = set()
+# Groups whose shards' sizes were once compared on the host and were equal: on a device comparing means
+# waiting for it. By group and not by size too, so that all ranks agree on when to look, also when only some
+# see a new size.
+_compared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class VocabShard(NamedTuple):
@@ -55,7 +57,8 @@ class VocabShard(NamedTuple):
         """All ranks' payloads in rank order: the only collective of the operation.
 
         Args:
-            payload: [P], the same P on every rank; its last `header` elements describe the shard's size.
+            payload: [P], the same P, that is as many tokens, on every rank; its last `header` elements
+                describe the shard's size.
 
         Returns:
             [W, P].
@@ -77,13 +80,11 @@ class VocabShard(NamedTuple):
                     "the same number on every rank: pad the vocabulary to a multiple of the "
                     "tensor-parallel size."
                 )
+            _compared.add(self.group)
         return gathered
 
     def _must_compare(self, payload: Tensor) -> bool:
         if payload.device.type == "cpu":
             return True
-        key = self.group.group_name
-        if key in _compared or (payload.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return False
-        _compared.add(key)
-        return True
+        capturing = payload.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.group not in _compared and not capturing

@@ -7,6 +7,7 @@ step.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +43,10 @@ _GRADIENT = {2: Tile(4096, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
 _GRADIENT_UNALIGNED = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
 
 
+@functools.lru_cache(maxsize=1024)
 def _fit(tile: Tile, columns: int, vec: int) -> Tile:
     """The same tile, no wider than the row needs; a thread holds at least one vector."""
-    block = min(tile.block, max(triton.next_power_of_2(columns), 32 * vec))
+    block = min(tile.block, max(1 << (columns - 1).bit_length(), 32 * vec))
     warps = min(tile.warps, max(block // (32 * vec), 1))
     return Tile(block, warps)
 
@@ -122,30 +124,36 @@ class _Kernel:
         programs: int,
         device: torch.device,
         variant: tuple[Any, ...],
-        arguments: tuple[Any, ...],
+        tensors: tuple[Tensor, ...],
+        scalars: tuple[int | float, ...],
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
         """Runs `programs` programs on the current stream of `device`, which is the current one.
 
         Args:
-            variant: the dtypes and alignments among `arguments` that the compiled kernel depends on.
-            arguments, constants: in the order of the kernel's parameters.
+            variant: the dtypes and alignments of `tensors` that the compiled kernel depends on.
+            tensors, scalars, constants: one after the other the kernel's parameters.
         """
         hooks = triton.knobs.runtime if _DIRECT else None
-        if hooks is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            self._jit[(programs,)](*arguments, *constants, num_warps=warps)
+        if (
+            hooks is None
+            or hooks.launch_enter_hook.calls
+            or hooks.launch_exit_hook.calls
+            or self._jit.pre_run_hooks
+        ):
+            self._jit[(programs,)](*tensors, *scalars, *constants, num_warps=warps)
             return
         key = (device.index, variant, constants, warps)
         compiled = self._variants.get(key)
         if compiled is None:
-            self._variants[key] = self._jit[(programs,)](*arguments, *constants, num_warps=warps)
+            self._variants[key] = self._jit[(programs,)](*tensors, *scalars, *constants, num_warps=warps)
             return
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        pointers = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        pointers = [tensor.data_ptr() for tensor in tensors]
         compiled.run(
             programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *constants,
+            *pointers, *scalars, *constants,
         )  # fmt: skip
 
 
@@ -183,12 +191,11 @@ def _launch_statistics(
             rows.n_rows,
             logits.device,
             (logits.dtype, target.dtype, layout.tensor.data_ptr() % _VECTOR_BYTES == 0),
+            (layout.tensor, target, payload, loss, saved, stats),
             (
-                layout.tensor, layout.lead,
+                layout.lead,
                 rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
-                target, target.stride(0),
-                payload,
-                loss, saved, stats,
+                target.stride(0),
                 rows.n_rows, rows.columns, first_column, total_columns, ignore_index,
                 label_smoothing, z_loss_weight,
             ),
@@ -207,9 +214,6 @@ def row_statistics(
     n = target.numel()
     k = 3 + smooth + statistics
     payload = torch.empty(k * n + HEADER, dtype=_accumulation_dtype(logits), device=logits.device)
-    if n == 0:
-        payload.zero_()
-        return payload
     _launch_statistics(
         logits, target, payload, payload, payload, payload,
         first_column=first_column, total_columns=0, ignore_index=ignore_index,
@@ -245,16 +249,11 @@ def merge(
         smooth = label_smoothing > 0
         with _on_device_of(gathered):
             _merge_kernel.launch(
-                triton.cdiv(n, _MERGE_BLOCK),
+                -(-n // _MERGE_BLOCK),
                 gathered.device,
                 (gathered.dtype, target.dtype),
-                (
-                    gathered,
-                    target, target.stride(0),
-                    loss, saved, stats,
-                    n, total_columns, ignore_index,
-                    label_smoothing, z_loss_weight,
-                ),
+                (gathered, target, loss, saved, stats),
+                (target.stride(0), n, total_columns, ignore_index, label_smoothing, z_loss_weight),
                 (
                     gathered.shape[0], 3 + smooth + statistics, _MERGE_BLOCK,
                     smooth, z_loss_weight != 0, statistics, equal_shards,
@@ -308,7 +307,7 @@ def gradient(
     out_rows = rows if out is logits else rows_of(out)
     layout, out = _common_layout(logits, rows, out, out_rows)
     tile = _fit((_GRADIENT if layout.kind == _ALIGNED else _GRADIENT_UNALIGNED)[size], rows.columns, vec)
-    tiles_per_row = triton.cdiv(rows.columns, tile.block)
+    tiles_per_row = -(-rows.columns // tile.block)
     _check_grid(rows.n_rows * tiles_per_row, f"the gradient of {rows.n_rows} x {rows.columns} logits")
     with _on_device_of(logits):
         _gradient_kernel.launch(
@@ -318,14 +317,12 @@ def gradient(
                 logits.dtype, target.dtype, grad_loss.dtype,
                 layout.tensor.data_ptr() % _VECTOR_BYTES == 0, out.data_ptr() % _VECTOR_BYTES == 0,
             ),
+            (layout.tensor, out, target, grad_loss, saved),
             (
-                layout.tensor, layout.lead,
+                layout.lead,
                 rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
-                out,
                 out_rows.inner, out_rows.outer_stride, out_rows.inner_stride, out_rows.column_stride,
-                target, target.stride(0),
-                grad_loss, grad_loss.stride(0),
-                saved,
+                target.stride(0), grad_loss.stride(0),
                 rows.n_rows, rows.columns, tiles_per_row, first_column, total_columns, ignore_index,
                 label_smoothing, z_loss_weight,
             ),

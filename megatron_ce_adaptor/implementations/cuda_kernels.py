@@ -20,7 +20,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 # How the columns of a row lie in memory (LAYOUT of the kernels):
 # ALIGNED  unit stride, every row starts at a multiple of 16 bytes, C a multiple of VEC
-# PEELED   unit stride, rows start anywhere: whole 16-byte vectors plus two edges
+# PEELED   unit stride, rows start anywhere: 16-byte vectors plus two edges. The pointer is a multiple of
+#          16 bytes and the first logit `lead` elements behind it, so that the vectors are provably aligned
 # STRIDED  any column stride, or input and output aligned differently
 ALIGNED: tl.constexpr = tl.constexpr(0)
 PEELED: tl.constexpr = tl.constexpr(1)
@@ -166,11 +167,13 @@ def _store_row(
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def row_statistics_kernel(
-    X, lead: tl.int32,                                                      # logits: N rows of C columns
+    X,                                  # logits: N rows of C columns
+    Y,                                  # [N] class ids
+    PAYLOAD,                            # [K * N + HEADER] if SPLIT_VOCAB
+    LOSS, SAVED, STATS,                 # [N], [3, N], [4, N] otherwise
+    lead: tl.int32,                     # of X, see PEELED
     inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int64,
-    Y, target_stride: tl.int64,                                             # [N] class ids
-    PAYLOAD,                                                                # [K * N + HEADER] if SPLIT_VOCAB
-    LOSS, SAVED, STATS,                                                     # [N], [3, N], [4, N] otherwise
+    target_stride: tl.int64,
     n_rows: tl.int64, n_cols: tl.int32,
     first_column: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
@@ -302,10 +305,10 @@ def row_statistics_kernel(
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def merge_kernel(
-    GATHERED,                               # [W, K * N + HEADER]
-    Y, target_stride: tl.int64,             # [N]
-    LOSS, SAVED, STATS,                     # [N], [3, N], [4, N]
-    n_rows: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
+    GATHERED,                           # [W, K * N + HEADER]
+    Y,                                  # [N] class ids
+    LOSS, SAVED, STATS,                 # [N], [3, N], [4, N]
+    target_stride: tl.int64, n_rows: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     WORLD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, EQUAL_SHARDS: tl.constexpr,
@@ -385,13 +388,15 @@ def _gradient_of_tile(
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def gradient_kernel(
-    X, lead: tl.int32,                                                      # logits: N rows of C columns
+    X,                                  # logits: N rows of C columns
+    G_X,                                # their gradient; may be X itself
+    Y,                                  # [N] class ids
+    G_LOSS,                             # [N], stride 0 if expanded
+    SAVED,                              # [3, N]
+    lead: tl.int32,                     # of X and of G_X, see PEELED
     inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int64,
-    G_X,                                                                    # their gradient; may be X itself
     g_inner_rows: tl.int64, g_outer_stride: tl.int64, g_inner_stride: tl.int64, g_column_stride: tl.int64,
-    Y, target_stride: tl.int64,                                             # [N]
-    G_LOSS, grad_stride: tl.int64,                                          # [N], stride 0 if expanded
-    SAVED,                                                                  # [3, N]
+    target_stride: tl.int64, grad_stride: tl.int64,
     n_rows: tl.int64, n_cols: tl.int32, tiles_per_row: tl.int32,
     first_column: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,

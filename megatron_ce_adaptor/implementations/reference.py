@@ -22,9 +22,9 @@ NAME = "reference"
 # Elements after the [K, N] statistics in a payload: the number of columns as (high, low) parts of 2^16.
 HEADER = 4
 
-# Bytes of scratch a block of rows may take: measured on two cores with 1 MiB of L2 each, 256 KiB to 1 MiB are
-# alike.
-_BLOCK_BYTES = 512 * 1024
+# Bytes of fp32 scratch for a block of rows: small enough for the cache, large enough that the operations' own
+# cost does not count.
+_BLOCK_BYTES = 1024 * 1024
 _NEG_INF = float("-inf")
 
 
@@ -43,7 +43,7 @@ def _blocks(
 
 
 def _local_targets(target: Tensor, first_column: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(column of the target in this shard, clamped; whether this shard holds it), both [r]."""
+    """(column of the target in this shard, clamped; whether this shard holds it), both [N]."""
     shifted = target.to(torch.int64) - first_column
     here = (shifted >= 0) & (shifted < columns)
     return torch.where(here, shifted, 0), here
@@ -59,46 +59,51 @@ def row_statistics(
         target: [N] integer class ids of the whole vocabulary.
 
     Returns:
-        [K * N + HEADER] in the accumulation dtype (fp64 for fp64 logits, else fp32). The K rows are: maximum
-        and sum of exp over this shard's columns without the target's; the target's logit (-inf if another
-        shard owns it); the sum of the logits if `smooth`; the sum of exp(x - max) * (x - max) if
-        `statistics`. Then the shard's column number.
+        [K * N + HEADER] in the accumulation dtype (fp64 for fp64 logits, else fp32). The K rows are: a
+        maximum of this shard's columns, and the sum of exp(x - maximum) over all of them but the target's;
+        the target's logit (-inf if another shard owns it); the sum of the logits if `smooth`; the sum of
+        exp(x - maximum) * (x - maximum) without the target's if `statistics`. Then the shard's column number.
+        (Here the maximum is over the target's column too, in the kernels it is not: `merge` serves both.)
     """
     acc = torch.float64 if logits.dtype == torch.float64 else torch.float32
     n, columns = target.numel(), logits.shape[-1]
     k = 3 + smooth + statistics
     payload = torch.empty(k * n + HEADER, dtype=acc, device=logits.device)
-    payload[k * n :] = torch.tensor([columns // 65536, columns % 65536, 0, 0], dtype=acc)
+    for place, value in enumerate((columns // 65536, columns % 65536, 0, 0)):
+        payload[k * n + place].fill_(value)  # no copy from the host
     table = payload[: k * n].view(k, n)
     if columns == 0:
         table.zero_()
         table[0].fill_(_NEG_INF)
         table[2].fill_(_NEG_INF)
         return payload
+    # What is done once a row is done for all rows at once; the loop holds what is done for every logit.
+    local, here = _local_targets(target, first_column, columns)
+    at_target = logits.gather(-1, local.view(*logits.shape[:-1], 1)).flatten().to(acc)
+    table[2] = torch.where(here, at_target, _NEG_INF)
+    lowest = torch.finfo(acc).min
     scratch: Tensor | None = None
-    for (x,), (labels, result) in _blocks((logits,), target, table):
+    for (x,), (column, holds, result) in _blocks((logits,), local, here, table):
         if scratch is None or scratch.shape[0] < x.shape[0]:
             scratch = torch.empty(x.shape, dtype=acc, device=x.device)
         values = scratch[: x.shape[0]]
-        values.copy_(x)
-        local, here = _local_targets(labels, first_column, columns)
-        at_target = values.gather(1, local[:, None])
-        x_target = torch.where(here, at_target[:, 0], _NEG_INF)
+        if x.dtype != acc:
+            x = values.copy_(x)
+        peak = x.amax(1)
+        result[0] = peak
         if smooth:
-            result[3] = values.sum(1)
-        values.scatter_(1, local[:, None], torch.where(here[:, None], _NEG_INF, at_target))
-        peak = values.amax(1)
-        reference = torch.where(peak == _NEG_INF, 0.0, peak)
-        values.sub_(reference[:, None])
+            result[3] = x.sum(1)
+        # an all -inf row: any finite reference gives the right exp, 0
+        torch.sub(x, peak.clamp(min=lowest)[:, None], out=values)
+        index = column[:, None]
+        values.scatter_(1, index, torch.where(holds[:, None], _NEG_INF, values.gather(1, index)))
         if statistics:
             distance = values.clone()
             values.exp_()
             result[-1] = torch.where(values == 0, 0.0, values * distance).sum(1)
         else:
             values.exp_()
-        result[0] = peak
         result[1] = values.sum(1)
-        result[2] = x_target
     return payload
 
 
@@ -164,15 +169,15 @@ def merge(
         loss = (1 - label_smoothing) * nll + label_smoothing * (lse - sum_x / total_columns)
     if z_loss_weight:
         loss = loss + z_loss_weight * lse * lse
+    zero = torch.zeros((), dtype=loss.dtype, device=loss.device)
+    loss = torch.where(live, loss, zero)
+    saved = torch.where(live, torch.stack([joint_peak, log_joint, torch.expm1(-nll)]), zero)
     if equal_shards and world > 1:
         # The host check raises where it can look; where it cannot, the numbers must at least be unusable
         # everywhere.
         agree = (gathered[:, k * n :] == gathered[0, k * n :]).all()
         loss = torch.where(agree, loss, float("nan"))
-        joint_peak = torch.where(agree, joint_peak, float("nan"))
-    zero = torch.zeros((), dtype=loss.dtype, device=loss.device)
-    loss = torch.where(live, loss, zero)
-    saved = torch.where(live, torch.stack([joint_peak, log_joint, torch.expm1(-nll)]), zero)
+        saved = torch.where(agree, saved, float("nan"))
     stats = None
     if statistics:
         d_target = torch.where(e_target == 0, zero, e_target * (x_target - joint_peak))
@@ -240,29 +245,45 @@ def gradient(
     columns = logits.shape[-1]
     if columns == 0:
         return
-    eps = label_smoothing / total_columns
+    # As in `row_statistics`: what is done once a row is done for all rows at once.
+    live = target != ignore_index
+    scale = torch.where(live, grad_loss.to(acc), 0.0)
+    peak, log_total, grad_target = saved[0], saved[1], saved[2]
+    lse2z = 2 * z_loss_weight * (peak + log_total)
+    factor = scale * (1 + lse2z) * torch.exp(-log_total)
+    uniform = scale * (label_smoothing / total_columns)
+    must_clear = logits.device.type != "cpu" or not bool(live.all())
     scratch: Tensor | None = None
-    for (x, grad), (labels, kept, upstream) in _blocks((logits, out), target, saved, grad_loss):
-        live = labels.to(torch.int64) != ignore_index
-        scale = torch.where(live, upstream.to(acc), 0.0)
-        peak, log_total, grad_target = kept[0], kept[1], kept[2]
-        lse2z = 2 * z_loss_weight * (peak + log_total)
-        local, here = _local_targets(labels, first_column, columns)
-        if logits.dtype == acc:
-            values = torch.sub(x, peak[:, None], out=grad)
+    for (x, grad), (alive, top, times, less) in _blocks((logits, out), live, peak, factor, uniform):
+        if grad.dtype == acc:
+            values = grad
         else:
             if scratch is None or scratch.shape[0] < x.shape[0]:
                 scratch = torch.empty(x.shape, dtype=acc, device=x.device)
             values = scratch[: x.shape[0]]
-            torch.sub(x, peak[:, None], out=values)
+        # a mixed-dtype sub would convert element by element, several times slower than a copy
+        torch.sub(x if x.dtype == acc else values.copy_(x), top[:, None], out=values)
         values.exp_()
-        values.mul_((scale * (1 + lse2z) * torch.exp(-log_total))[:, None])
+        values.mul_(times[:, None])
         if label_smoothing > 0:
-            values.sub_((scale * eps)[:, None])
-        exact = scale * (grad_target + (1 + grad_target) * lse2z + (label_smoothing - eps))
-        fallback = values.gather(1, local[:, None])
-        values.scatter_(1, local[:, None], torch.where(here[:, None], exact[:, None], fallback))
-        if logits.device.type != "cpu" or not bool(live.all()):
-            values.masked_fill_(~live[:, None], 0.0)
+            values.sub_(less[:, None])
+        if must_clear:
+            values.masked_fill_(~alive[:, None], 0.0)
         if values is not grad:
             grad.copy_(values)
+    local, here = _local_targets(target, first_column, columns)
+    exact = scale * (grad_target + (1 + grad_target) * lse2z + label_smoothing) - uniform
+    leading = logits.shape[:-1]
+    exact = torch.where(live, exact, 0.0).to(out.dtype).view(leading)
+    # index_put_ and not scatter_, which converts a whole bf16 tensor to fp32 and back on the CPU
+    places = (*_row_indices(out), local.view(leading))
+    out.index_put_(places, torch.where(here.view(leading), exact, out[places]))
+
+
+def _row_indices(logits: Tensor) -> tuple[Tensor, ...]:
+    """Indices of every row of [N, C] or [A, B, C], shaped to broadcast to the leading dimensions."""
+    sizes = logits.shape[:-1]
+    return tuple(
+        torch.arange(size, device=logits.device).view([-1 if d == k else 1 for k in range(len(sizes))])
+        for d, size in enumerate(sizes)
+    )

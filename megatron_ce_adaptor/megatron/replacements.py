@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_ce_adaptor.cross_entropy import cross_entropy
-from megatron_ce_adaptor.implementations.rows import has_overlapping_elements
+from megatron_ce_adaptor.cross_entropy import cross_entropy, overwrite_obstacle
 from megatron_ce_adaptor.megatron.call_counter import count_call
+from megatron_ce_adaptor.settings import switch
 
 _IGNORED_LABEL = -100
 
@@ -60,12 +59,10 @@ def te_parallel_cross_entropy(
 
 
 def _may_overwrite(logits: torch.Tensor) -> bool:
-    if os.environ.get("MCE_OVERWRITE") == "0" or torch.compiler.is_compiling():
+    if switch("MCE_OVERWRITE") is False:
         return False
-    if not (torch.is_grad_enabled() and logits.requires_grad):
-        return True  # no backward pass, so nothing is written
-    # The owner of a leaf still wants its values after backward; shared elements cannot hold two gradients
-    return not logits.is_leaf and not has_overlapping_elements(logits)
+    # Without a gradient nothing is written; out of place the numbers are the same.
+    return not (torch.is_grad_enabled() and logits.requires_grad) or overwrite_obstacle(logits) is None
 
 
 def _megatron_tp_group() -> torch.distributed.ProcessGroup | None:

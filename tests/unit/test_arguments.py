@@ -167,3 +167,16 @@ def test_automatic_choice_runs(device: Device, monkeypatch: pytest.MonkeyPatch) 
             "MCE_IMPLEMENTATION", value
         )
         torch.testing.assert_close(parallel_cross_entropy(logits, target), expected.view(2, 3))
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "2"])
+def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MCE_CHECK_LABELS", value)
+    with pytest.raises(ValueError, match=rf"MCE_CHECK_LABELS is '{value}', expected 0 .* or 1"):
+        parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([0]))
+
+
+def test_an_empty_switch_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCE_CHECK_LABELS", "")
+    with pytest.raises(ValueError, match="expected a class"):
+        parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([7]))

@@ -125,6 +125,32 @@ def test_overwriting_is_refused_when_the_logits_changed_after_forward(device: De
             loss.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.view(2, 2, -1),
+        lambda w: w[:2],
+        lambda w: w[:, :-1],
+        lambda w: w.t().contiguous().t().t().t(),
+    ],
+    ids=["view", "rows", "columns", "transposed_copy"],
+)
+def test_a_view_of_a_leaf_is_not_overwritten(
+    device: Device, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    leaf, _ = example(device, 4)
+    before = leaf.detach().clone()
+    logits = view(leaf)
+    target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device.type)
+    if logits._base is leaf:
+        with pytest.raises(ValueError, match="leaf"):
+            parallel_cross_entropy(logits, target, overwrite_input=True)
+    else:  # a copy: may be overwritten
+        parallel_cross_entropy(logits, target, overwrite_input=True).sum().backward()
+        assert leaf.grad is not None
+    assert torch.equal(leaf.detach(), before)
+
+
 def test_overwriting_a_leaf_is_refused(device: Device) -> None:
     logits, target = example(device, 4)
     before = logits.detach().clone()
@@ -187,7 +213,7 @@ def test_overwriting_needs_no_memory_of_the_logits_size(device: Device, dtype: t
     logits_bytes = leaf.numel() * dtype.itemsize
 
     def step(overwrite: bool) -> Callable[[], None]:
-        logits = leaf.detach().to(dtype, copy=True).requires_grad_().view_as(leaf)
+        logits = leaf.detach().to(dtype, copy=True).requires_grad_() * 1
 
         def run() -> None:
             loss = parallel_cross_entropy(logits, target, reduce_loss=True, overwrite_input=overwrite)

@@ -44,6 +44,16 @@ def test_equals_eager(device: Device, dtype: torch.dtype, options: dict[str, Any
     assert torch.equal(results[0][1], results[1][1])
 
 
+def test_an_empty_batch(device: Device) -> None:
+    logits = torch.empty(0, 8, device=device.type, requires_grad=True)
+    target = torch.empty(0, dtype=torch.int64, device=device.type)
+    compiled = torch.compile(parallel_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss, statistics = compiled(logits * 1, target, return_statistics=True)
+    loss.sum().backward()
+    assert loss.shape == statistics.entropy.shape == (0,)
+    assert logits.grad is not None and logits.grad.shape == (0, 8)
+
+
 def test_statistics(device: Device) -> None:
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(1)).to(device.type)
     target = torch.tensor([1, 2, 29], device=device.type)

@@ -283,3 +283,18 @@ def test_uninitialised_memory_is_poisoned() -> None:
     ):
         assert tensor.isnan().all()
     assert not torch.empty(3, dtype=torch.int64).is_floating_point()
+
+
+def test_one_kernel_serves_every_alignment_and_label_dtype(kernel_device: Device) -> None:
+    """A compiled kernel is kept by what it depends on: the same shape at another address, other labels."""
+    buffer = torch.randn(6 * 64 + 8, generator=torch.Generator().manual_seed(3)).to(kernel_device.type)
+    for offset in (0, 1, 4, 0, 3):
+        for label_dtype in (torch.int64, torch.int32, torch.int64):
+            logits = buffer[offset : offset + 6 * 64].view(6, 64)
+            target = torch.arange(6, device=kernel_device.type).to(label_dtype)
+            leaf = logits.detach().requires_grad_()
+            loss = parallel_cross_entropy(leaf, target)
+            (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+            reference = dense_cross_entropy(logits, target)
+            assert_loss_close(loss, reference, torch.float32)
+            assert_gradient_close(gradient, reference, torch.float32)

@@ -74,6 +74,25 @@ def run(rank: int, call: Call, group: Any = "world") -> Result:
     )
 
 
+def run_compiled(rank: int, call: Call) -> tuple[bool, bool]:
+    """Whether loss and gradient under torch.compile(fullgraph=True) are bitwise those of eager."""
+    columns = call.logits.shape[-1] // dist.get_world_size()
+    shard = (
+        call.logits[..., rank * columns : (rank + 1) * columns].to(call.device, copy=True).requires_grad_()
+    )
+    target = call.target.to(call.device)
+
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return parallel_cross_entropy(logits * 1, target, dist_process_group=dist.group.WORLD, **call.options)
+
+    results = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        loss = function(shard)
+        results.append((loss.detach(), torch.autograd.grad(loss.sum(), shard)[0]))
+    (eager, compiled) = results
+    return torch.equal(eager[0], compiled[0]), torch.equal(eager[1], compiled[1])
+
+
 def run_all(rank: int, calls: list[Call]) -> list[Result]:
     return [run(rank, call) for call in calls]
 
@@ -107,12 +126,17 @@ def run_outside_of_group(rank: int, call: Call) -> str:
 
 
 def run_expecting_errors(rank: int, calls: list[Call]) -> list[str]:
-    """What each of the calls did: "returned" or the error's type and text. Then all ranks meet once more."""
+    """What each of the calls did in one fresh group: "returned", "returned NaN", or the error's type and
+    text.
+
+    Then all ranks meet once more.
+    """
     outcomes = []
+    group = dist.new_group()
     for call in calls:
         try:
-            run(rank, call)
-            outcomes.append("returned")
+            loss = run(rank, call, group).loss
+            outcomes.append("returned NaN" if loss.isnan().all() else "returned")
         except Exception as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     dist.barrier()
