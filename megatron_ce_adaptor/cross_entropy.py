@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ce_adaptor import dispatch
-from megatron_ce_adaptor.implementations.rows import has_overlapping_elements
+from megatron_ce_adaptor.implementations.rows import empty_gradient, has_overlapping_elements
 from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
@@ -136,21 +136,13 @@ def cross_entropy(
     """
     leading = _validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
     shard = VocabShard.of_equal_shards(group, logits.shape[-1])
-    labels = target.reshape(-1)
+    labels = target if target.dim() == 1 else target.reshape(-1)
     if overwrite_input and torch.is_grad_enabled() and logits.requires_grad:
         obstacle = overwrite_obstacle(logits)
         if obstacle is not None:
             raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
-    loss, stats = _CrossEntropy.apply(
-        logits,
-        labels,
-        shard,
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss_weight),
-        return_statistics,
-        overwrite_input,
-    )
+    options = (shard, ignore_index, float(label_smoothing), float(z_loss_weight))
+    loss, stats = _CrossEntropy.apply(logits, labels, options, return_statistics, overwrite_input)
     if _labels_are_checked(check_labels, logits):
         # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one
         # that raised would leave the others waiting in the collective.
@@ -172,13 +164,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        shard: VocabShard,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss_weight: float,
+        options: tuple[VocabShard, int, float, float],
         statistics: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        shard, ignore_index, label_smoothing, z_loss_weight = options
         stats: Tensor | None
         if torch.compiler.is_compiling():
             loss, saved, stats = dispatch.forward_operator(
@@ -194,14 +184,13 @@ class _CrossEntropy(torch.autograd.Function):
                 statistics,
             )
         else:
-            loss, saved, stats = dispatch.forward_pass(
-                logits, labels, shard, ignore_index, label_smoothing, z_loss_weight, statistics
-            )
-        loss = loss.view(logits.shape[:-1])
+            loss, saved, stats = dispatch.forward_pass(logits, labels, *options, statistics)
+        if logits.dim() != 2:
+            loss = loss.view(logits.shape[:-1])
         if stats is not None:
             ctx.mark_non_differentiable(stats)
         ctx.save_for_backward(logits, labels, saved)
-        ctx.options = (shard, ignore_index, label_smoothing, z_loss_weight)
+        ctx.options = options
         ctx.overwrite = overwrite
         ctx.overwritten = False
         return loss, stats
@@ -222,7 +211,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         logits, labels, saved = ctx.saved_tensors
         shard, ignore_index, label_smoothing, z_loss_weight = ctx.options
-        grad_rows = grad_loss.reshape(-1)
+        grad_rows = grad_loss if grad_loss.dim() == 1 else grad_loss.reshape(-1)
         if compiling:
             grad = dispatch.backward_operator(
                 logits,
@@ -235,16 +224,14 @@ class _CrossEntropy(torch.autograd.Function):
                 label_smoothing,
                 z_loss_weight,
             )
-            return grad, *([None] * 7)
-        grad = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+            return grad, None, None, None, None
+        grad = logits.detach() if ctx.overwrite else empty_gradient(logits)
         if labels.numel():
-            dispatch.backward_pass(
-                logits, labels, saved, grad_rows, grad, shard, ignore_index, label_smoothing, z_loss_weight
-            )
+            dispatch.backward_pass(logits, labels, saved, grad_rows, grad, *ctx.options)
         if ctx.overwrite:
             torch.autograd.graph.increment_version(logits)
             ctx.overwritten = True
-        return grad, *([None] * 7)
+        return grad, None, None, None, None
 
 
 def _validate(
@@ -313,7 +300,7 @@ def overwrite_obstacle(logits: Tensor) -> str | None:
             "needs logits that are an intermediate result, and these are a leaf or share its memory: the "
             "leaf's values would be lost to their own gradient"
         )
-    if has_overlapping_elements(logits):
+    if not logits.is_contiguous() and has_overlapping_elements(logits):
         return (
             f"needs logits whose elements do not share memory, and these have strides {logits.stride()} for "
             f"shape {tuple(logits.shape)}"

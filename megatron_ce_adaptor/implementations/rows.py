@@ -62,6 +62,24 @@ def matrices_of(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ..
             yield tuple(t[:, j] for t in tensors), slice(j, None, first.shape[1])
 
 
+def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor for the gradient of these logits: their shape, dtype and device.
+
+    Its rows lie relative to 16-byte boundaries as the logits' do, so that one vectorised kernel reads the one
+    and writes the other, unless that would cost more than an eighth of the memory.
+    """
+    itemsize = logits.element_size()
+    lead = logits.data_ptr() % 16 // itemsize
+    if (lead == 0 and logits.is_contiguous()) or logits.numel() == 0:
+        return torch.empty_like(logits)
+    shape, strides = logits.shape, logits.stride()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if has_overlapping_elements(logits) or extent > logits.numel() + logits.numel() // 8 + 16:
+        return torch.empty_like(logits)
+    buffer = torch.empty(extent + lead, dtype=logits.dtype, device=logits.device)
+    return buffer.as_strided(shape, strides, lead)
+
+
 def has_overlapping_elements(tensor: torch.Tensor) -> bool:
     """True if two elements may share memory (an expanded tensor): such a tensor cannot be overwritten."""
     reach = 0
