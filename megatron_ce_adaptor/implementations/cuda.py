@@ -38,6 +38,9 @@ class Tile(NamedTuple):
 _FORWARD = {2: Tile(4096, 4), 4: Tile(8192, 8), 8: Tile(4096, 8)}
 _FORWARD_FEW_ROWS = {2: Tile(16384, 32), 4: Tile(16384, 32), 8: Tile(8192, 32)}
 _FEW_ROWS = 132
+# Many short rows: smaller programs, of which more run beside each other on an SM.
+_FORWARD_SHORT_ROWS = {2: Tile(2048, 4), 4: Tile(4096, 8), 8: Tile(4096, 8)}
+_MANY_ROWS, _SHORT_ROW = 1024, 8192
 _GRADIENT = {2: Tile(4096, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
 _GRADIENT_UNALIGNED = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
 
@@ -78,6 +81,14 @@ def _common_layout(x: Tensor, x_rows: Rows, out: Tensor, out_rows: Rows) -> _Lay
     if a.kind == _STRIDED or b.kind == _STRIDED or not alike:
         return _Layout(_STRIDED, 0)
     return _Layout(max(a.kind, b.kind), a.lead)
+
+
+def _forward_tiles(rows: Rows) -> dict[int, Tile]:
+    if rows.n_rows < _FEW_ROWS:
+        return _FORWARD_FEW_ROWS
+    if rows.n_rows >= _MANY_ROWS and rows.columns <= _SHORT_ROW:
+        return _FORWARD_SHORT_ROWS
+    return _FORWARD
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -131,7 +142,7 @@ def _statistics_call(
     size = logits.element_size()
     vec = _VECTOR_BYTES // size
     layout = _layout(logits, rows)
-    tile = _fit((_FORWARD_FEW_ROWS if rows.n_rows < _FEW_ROWS else _FORWARD)[size], rows.columns, vec)
+    tile = _fit(_forward_tiles(rows)[size], rows.columns, vec)
     return _remember(
         key,
         PreparedCall(
