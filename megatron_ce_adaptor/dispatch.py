@@ -16,8 +16,6 @@ from torch import Tensor
 from megatron_ce_adaptor.implementations import choose, note_use
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
-_HEADER = 4  # elements after the statistics in a payload, see implementations.reference
-
 
 def forward_pass(
     logits: Tensor,
@@ -58,7 +56,7 @@ def forward_pass(
         smooth=label_smoothing > 0,
         statistics=statistics,
     )
-    gathered = shard.gather(payload, _HEADER)
+    gathered = shard.gather(payload, choice.module.HEADER)
     return choice.module.merge(gathered, target, equal_shards=shard.equal, **options)
 
 

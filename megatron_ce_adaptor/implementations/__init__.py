@@ -1,8 +1,8 @@
 """Which implementation computes row statistics and gradients, and why.
 
 Each implementation is a module with the functions `row_statistics`, `merge`, `forward` (both in one, for an
-unsplit vocabulary) and `gradient`, all of the signatures in `reference`, and a NAME. They never import each
-other.
+unsplit vocabulary) and `gradient`, all of the signatures in `reference`, a NAME and its payload's HEADER.
+They never import each other.
 """
 
 from __future__ import annotations

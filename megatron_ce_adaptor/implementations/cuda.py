@@ -16,7 +16,7 @@ from megatron_ce_adaptor.implementations import cuda_kernels as kernels
 from megatron_ce_adaptor.implementations.prepared_call import PreparedCall
 from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 
-HEADER = 4
+HEADER: int = kernels.HEADER.value
 INTERPRETED: bool = not isinstance(kernels.merge_kernel, triton.runtime.JITFunction)
 NAME = "cuda (interpreter)" if INTERPRETED else "cuda"
 

@@ -205,6 +205,24 @@ def peak_extra_bytes(device: Device, function: Callable[[], Any]) -> int:
     return peak
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["s_b_V", "b_s_V_view"])
+def test_megatron_logits_are_never_copied(device: Device, transposed: bool) -> None:
+    """HAZARDS 19: [s, b, V] and a transposed view of it, without a logits-sized allocation."""
+    sizes = (64, 4, 32_000) if device.name != "interpreter" else (2, 2, 8_000)
+    leaf, target = example(device, *sizes[:2], vocab=sizes[2])
+
+    def run() -> None:
+        logits, labels = made
+        loss = parallel_cross_entropy(logits, labels, overwrite_input=True)
+        torch.autograd.grad(loss.sum(), logits)
+
+    for _ in range(2):  # what is compiled or cached on first use is not the operation's
+        logits = leaf * 1
+        made = (logits.transpose(0, 1), target.t()) if transposed else (logits, target)
+        extra = peak_extra_bytes(device, run)
+    assert extra < 0.3 * leaf.numel() * leaf.element_size()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_overwriting_needs_no_memory_of_the_logits_size(device: Device, dtype: torch.dtype) -> None:
     """Forward and backward together hold less than 30 % of the logits at any moment; out of place needs

@@ -39,7 +39,7 @@ def test_nothing_names_the_machine_or_the_person(private):
     private.setenv("HCCL_IF_IP", "10.12.0.7")
     private.setenv("NCCL_HOSTS", "gpu-node-17:8,gpu-node-17.cluster.example:8,fe80::1ff:fe23:4567:890a")
     private.setenv("TORCH_HOME", "/home/bob/.cache/torch")
-    private.setenv("ASCEND_HOME_PATH", "/root/Ascend")
+    private.setenv("ASCEND_HOME_PATH", "/home/someone/Ascend")
     private.setenv("MCE_API_TOKEN", "s3cret")
     private.setenv("NCCL_DEBUG_FILE", "/tmp/alice/nccl.log")
     private.setenv("SSH_CLIENT", "192.168.1.5 1 2")
@@ -52,7 +52,7 @@ def test_nothing_names_the_machine_or_the_person(private):
         "fe80",
         "0a:1b",
         "bob",
-        "/root",
+        "/home/someone",
         "s3cret",
         "192.168",
     ):
