@@ -9,7 +9,7 @@ upstream gradients, on the device that is tested. Speed: forward + backward per 
 route (auto, out of place) against F.cross_entropy(reduction="none") in the logits' dtype. `ratio` is
 ours / PyTorch on the GPU's clock (on a CPU: of a call), `call ratio` of calls one after the other as the
 host sees them. Also the peak memory of both, and what 10,000 calls leave behind. Runs on the GPU if
-there is one, else (or with --device cpu) on the CPU, where shapes above 4 million elements are left out.
+there is one; with --device cpu on the CPU, where shapes above 4 million elements are left out.
 
 Exit status: 0 accepted, 1 not accepted (the summary says why), 2 bad arguments.
 """
@@ -155,9 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--calls", type=int, default=10_000, help="of the test for growth")
     options = parser.parse_args(arguments)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device or "cuda"
     if device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here")
+        parser.error("there is no CUDA device here: use --device cpu")
     if not 0 < options.limit <= COUNT:
         parser.error(f"--limit is {options.limit}, expected 1 to {COUNT}")
     workers = options.workers or (min(12, os.cpu_count() or 1) if device == "cuda" else 1)

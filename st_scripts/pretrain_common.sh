@@ -10,8 +10,12 @@ PASSED_ON=(TP PP EP CP MBS GBS TRAIN_ITERS DATA_PATH TOKENIZER_MODEL CKPT_DIR)
 PREPARED=data/enwiki/enwiki
 
 choose_device() {
+  local made_for=""
+  if [ -n "${CONFIG:-}" ] && [ -f "$CONFIG" ]; then made_for="$(sed -n 's/^DEVICE: *\([a-z]*\).*/\1/p' "$CONFIG")"; fi
   if [ -n "${MCE_DEVICE:-}" ]; then
     printf '%s\n' "$MCE_DEVICE"
+  elif [ -n "$made_for" ]; then
+    printf '%s\n' "$made_for"
   elif npu-smi info > /dev/null 2>&1; then
     echo npu
   elif nvidia-smi -L > /dev/null 2>&1; then

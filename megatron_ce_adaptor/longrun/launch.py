@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run or os.environ.get("DRY_RUN", "0") not in ("", "0"):
             print(plan.as_shell())
             return COMPLETE
+        preflight.check_device(plan.added_environment.get("MCE_DEVICE", ""), plan.config)
         preflight.check_data(plan.config, plan.variables)
         preflight.check_port(plan.machines)
         preflight.check_output_folder(plan.folder)

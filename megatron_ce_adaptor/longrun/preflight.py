@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -86,6 +88,22 @@ def check_port(machines: Machines) -> None:
             raise Refused(
                 f"Port {machines.port} is {why}: set MASTER_PORT to a free one, or unset it on one machine."
             ) from None
+
+
+def check_device(device: str, config: RunConfig) -> None:
+    """Refuse a run on an accelerator that this machine does not have, before a process a card is started."""
+    if device not in ("cuda", "npu"):
+        return
+    import torch
+
+    if device == "npu" and importlib.util.find_spec("torch_npu") is not None:
+        importlib.import_module("torch_npu")
+    accelerator = getattr(torch, device, None)
+    if accelerator is None or not accelerator.is_available():
+        raise Refused(
+            f"{config.path} runs on {device}, and torch finds no {device} device here: run it where there is "
+            "one, or choose a configuration for the CPU, such as configs/cpu_small.yaml."
+        )
 
 
 def check_data(config: RunConfig, variables: Mapping[str, str]) -> None:

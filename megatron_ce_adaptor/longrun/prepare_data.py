@@ -423,6 +423,7 @@ def _print_summary(record: dict[str, Any], data: Path, tokenizer_folder: Path) -
         f"vocabulary {record['vocabulary']:,} ({record['dtype']})"
     )
     print(
-        f"train with: --data-path {data} "
+        f"train with Megatron: --data-path {data} "
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer_folder}"
     )
+    print(f"or megatron-ce pretrain: export DATA_PATH={data} TOKENIZER_MODEL={tokenizer_folder}")

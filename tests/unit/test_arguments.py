@@ -57,7 +57,7 @@ def test_deprecated_input_keyword_warns_and_takes_precedence(device: Device) -> 
     with pytest.warns(FutureWarning, match="_input"):
         loss = parallel_cross_entropy(other, target, _input=logits)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", FutureWarning)
         expected = parallel_cross_entropy(logits, target)
     assert torch.equal(loss, expected)
     with pytest.warns(FutureWarning, match="_input"):
@@ -180,3 +180,11 @@ def test_an_empty_switch_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCE_CHECK_LABELS", "")
     with pytest.raises(ValueError, match="expected a class"):
         parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([7]))
+
+
+@pytest.mark.parametrize("group", [2, "tp", [0, 1]])
+def test_a_group_that_is_none(group: object) -> None:
+    with pytest.raises(
+        TypeError, match=r"dist_process_group is .*, expected a torch.distributed process group"
+    ):
+        parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([0]), dist_process_group=group)
