@@ -249,6 +249,16 @@ def test_noise_floor_goes_with_the_native_run_it_belongs_to(
     assert ("noise_floor.previous.log" in left) is not stays
 
 
+def test_a_device_that_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = run_launch(config, tmp_path / "out", "--device", "cuda")
+    assert result.returncode == launch.REFUSED
+    assert "torch finds no cuda device here" in result.stderr
+    assert not (tmp_path / "out").exists(), "nothing was started"
+
+
 # --- runs that fail --------------------------------------------------------------------------------------
 
 
