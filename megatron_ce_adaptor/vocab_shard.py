@@ -45,11 +45,12 @@ class VocabShard(NamedTuple):
         """
         if group is None:
             return cls(None, 0, 1, 0, columns, columns, True)
-        if isinstance(group, (int, str, list, tuple)):
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER  # a number, which is no mistake of the caller's
+        if not outside and isinstance(group, (int, str, list, tuple)):
             raise TypeError(
                 f"dist_process_group is {group!r}, expected a torch.distributed process group or None."
             )
-        if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+        if outside or group.rank() < 0:
             raise ValueError(
                 "dist_process_group does not contain this process; pass this rank's tensor-parallel group."
             )
