@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_ce_adaptor import dispatch
+from megatron_ce_adaptor.dispatch import Terms
+from megatron_ce_adaptor.implementations import choose, note_use
+from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.rows import empty_gradient, has_overlapping_elements
 from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
@@ -101,104 +105,113 @@ def parallel_cross_entropy(
             stacklevel=2,
         )
         inp = _input
-    return cross_entropy(
+    result = cross_entropy(
         inp,
         target,
-        label_smoothing=label_smoothing,
-        reduce_loss=reduce_loss,
         group=dist_process_group,
         ignore_index=ignore_idx,
-        overwrite_input=overwrite_input,
+        label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight,
+        overwrite_input=overwrite_input,
         return_statistics=return_statistics,
         check_labels=None,
     )
+    if not reduce_loss:
+        return result
+    # on this rank's tokens; no host synchronisation: the count stays where the labels are
+    valid = (target != ignore_idx).sum().clamp(min=1)
+    if isinstance(result, Tensor):
+        return result.sum() / valid
+    return result[0].sum() / valid, result[1]
 
 
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    label_smoothing: float,
-    reduce_loss: bool,
-    group: Any,
     ignore_index: int,
-    overwrite_input: bool,
+    label_smoothing: float,
     z_loss_weight: float,
+    overwrite_input: bool,
     return_statistics: bool,
     check_labels: bool | None,
+    group: Any = None,
+    shard: VocabShard | None = None,
+    class_weight: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:
-    """What `parallel_cross_entropy` does, for the package's doors.
+    """What `parallel_cross_entropy` does, for the package's doors, never reduced.
 
     Args:
         check_labels: raise for labels that are no class; None: on CPU yes, on devices no.
             MCE_CHECK_LABELS=0|1 wins.
+        group: the group whose ranks hold equal shards, None for an unsplit vocabulary.
+        shard: the columns that the logits are, instead of a group.
+        class_weight: [V], floating, of the whole vocabulary and the same on every rank: PyTorch's weighted
+            loss (see `ClassWeights`). No gradient flows into it.
     """
-    leading = _validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
-    shard = VocabShard.of_equal_shards(group, logits.shape[-1])
+    compiling = torch.compiler.is_compiling()
+    _validate_once(compiling, logits, target, ignore_index, label_smoothing, z_loss_weight)
+    if shard is None:
+        shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     labels = target if target.dim() == 1 else target.reshape(-1)
-    if overwrite_input and torch.is_grad_enabled() and logits.requires_grad:
+    if overwrite_input and logits.requires_grad and torch.is_grad_enabled():
         obstacle = overwrite_obstacle(logits)
         if obstacle is not None:
             raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
-    options = (shard, ignore_index, float(label_smoothing), float(z_loss_weight))
-    loss, stats = _CrossEntropy.apply(logits, labels, options, return_statistics, overwrite_input)
-    if _labels_are_checked(check_labels, logits):
-        # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one
-        # that raised would leave the others waiting in the collective.
-        _check_labels(target, shard.total_columns, ignore_index)
-    if reduce_loss:
-        # on this rank's tokens; no host synchronisation: the count stays where the labels are
-        loss = loss.sum() / (labels != ignore_index).sum().clamp(min=1)
+    terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
+    weights = None
+    if class_weight is not None:
+        weights = _class_weights(class_weight, logits, labels, shard)
+    if compiling:
+        loss, stats = _CompiledCrossEntropy.apply(logits, labels, weights, terms, return_statistics)
+    else:
+        choice = choose(logits.device.type, shard.columns, shard.group is not None)
+        note_use(choice.name)
+        how = (choice.module, terms, return_statistics, overwrite_input)
+        loss, stats = _CrossEntropy.apply(logits, labels, *(weights or (None, None)), how)
+        if _labels_are_checked(check_labels, logits):
+            # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and
+            # one that raised would leave the others waiting in the collective.
+            _check_labels(target, shard.total_columns, ignore_index)
     if not return_statistics:
         return loss
-    lse, target_log_prob, entropy, correct = (row.view(leading) for row in stats)
+    lse, target_log_prob, entropy, correct = (row.view(loss.shape) for row in stats)
     return loss, CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Logits [..., C] and labels [N] to (loss [...], statistics [4, N] or None)."""
+    """Logits [..., C], labels [N], class weights (see `ClassWeights`) or None, and how to go about it, to
+    (loss [...], statistics [4, N] or None).
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        options: tuple[VocabShard, int, float, float],
-        statistics: bool,
-        overwrite: bool,
+        column_weights: Tensor | None,
+        row_weights: Tensor | None,
+        how: tuple[ModuleType, Terms, bool, bool],
     ) -> tuple[Tensor, Tensor | None]:
-        shard, ignore_index, label_smoothing, z_loss_weight = options
-        stats: Tensor | None
-        if torch.compiler.is_compiling():
-            loss, saved, stats = dispatch.forward_operator(
-                logits,
-                labels,
-                shard.group.group_name if shard.group is not None else "",
-                shard.first_column,
-                shard.total_columns,
-                shard.equal,
-                ignore_index,
-                label_smoothing,
-                z_loss_weight,
-                statistics,
-            )
+        module, terms, statistics, ctx.overwrite = how
+        ctx.module, ctx.terms = module, terms
+        if column_weights is None or row_weights is None:
+            loss, saved, stats = dispatch.forward_pass(module, logits, labels, terms, None, statistics)
+            ctx.save_for_backward(logits, labels, saved)
         else:
-            loss, saved, stats = dispatch.forward_pass(logits, labels, *options, statistics)
+            weights = ClassWeights(column_weights, row_weights)
+            loss, saved, stats = dispatch.forward_pass(module, logits, labels, terms, weights, statistics)
+            ctx.save_for_backward(logits, labels, saved, column_weights, row_weights)
         if logits.dim() != 2:
             loss = loss.view(logits.shape[:-1])
         if stats is not None:
             ctx.mark_non_differentiable(stats)
-        ctx.save_for_backward(logits, labels, saved)
-        ctx.options = options
-        ctx.overwrite = overwrite
         ctx.overwritten = False
         return loss, stats
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:
-        compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "parallel_cross_entropy has no second derivative: call backward() or torch.autograd.grad() "
                 "without create_graph=True."
@@ -209,35 +222,125 @@ class _CrossEntropy(torch.autograd.Function):
                 "their gradient in the first backward; pass overwrite_input=False to go backward twice "
                 "(retain_graph=True)."
             )
-        logits, labels, saved = ctx.saved_tensors
-        shard, ignore_index, label_smoothing, z_loss_weight = ctx.options
+        logits, labels, saved, *weights = ctx.saved_tensors
         grad_rows = grad_loss if grad_loss.dim() == 1 else grad_loss.reshape(-1)
-        if compiling:
-            grad = dispatch.backward_operator(
-                logits,
-                labels,
-                saved,
-                grad_rows,
-                shard.first_column,
-                shard.total_columns,
-                ignore_index,
-                label_smoothing,
-                z_loss_weight,
-            )
-            return grad, None, None, None, None
-        grad = logits.detach() if ctx.overwrite else empty_gradient(logits)
-        if labels.numel():
-            dispatch.backward_pass(logits, labels, saved, grad_rows, grad, *ctx.options)
+        class_weights = ClassWeights(*weights) if weights else None
         if ctx.overwrite:
-            torch.autograd.graph.increment_version(logits)
+            grad = logits.detach()
+            dispatch.backward_pass(ctx.module, grad, labels, saved, grad_rows, grad, ctx.terms, class_weights)
+            torch.autograd.graph.increment_version(grad)
             ctx.overwritten = True
+        else:
+            grad = empty_gradient(logits)
+            dispatch.backward_pass(
+                ctx.module, logits, labels, saved, grad_rows, grad, ctx.terms, class_weights
+            )
         return grad, None, None, None, None
+
+
+class _CompiledCrossEntropy(torch.autograd.Function):
+    """The same under torch.compile: opaque operators, never in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        weights: ClassWeights | None,
+        terms: Terms,
+        statistics: bool,
+    ) -> tuple[Tensor, Tensor]:
+        shard, ignore_index, label_smoothing, z_loss_weight = terms
+        column_weights, row_weights = weights or (None, None)
+        loss, saved, stats = dispatch.forward_operator(
+            logits,
+            labels,
+            column_weights,
+            row_weights,
+            shard.group.group_name if shard.group is not None else "",
+            shard.first_column,
+            shard.total_columns,
+            shard.equal,
+            ignore_index,
+            label_smoothing,
+            z_loss_weight,
+            statistics,
+        )
+        if logits.dim() != 2:
+            loss = loss.view(logits.shape[:-1])
+        ctx.mark_non_differentiable(stats)
+        ctx.save_for_backward(logits, labels, saved, column_weights, row_weights)
+        ctx.terms = terms
+        return loss, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, saved, column_weights, row_weights = ctx.saved_tensors
+        shard, ignore_index, label_smoothing, z_loss_weight = ctx.terms
+        grad = dispatch.backward_operator(
+            logits,
+            labels,
+            saved,
+            grad_loss.reshape(-1),
+            column_weights,
+            row_weights,
+            shard.group is not None,
+            shard.first_column,
+            shard.total_columns,
+            ignore_index,
+            label_smoothing,
+            z_loss_weight,
+        )
+        return grad, None, None, None, None
+
+
+# What `_validate` has found right, by all that it looks at.
+_valid: set[tuple[Any, ...]] = set()
+_MOST_VALID = 4096
+
+
+def _validate_once(compiling: bool, *inputs: Any) -> None:
+    if compiling:
+        _validate(*inputs)
+        return
+    try:
+        logits, target, *numbers = inputs
+        key = (
+            logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device, *numbers
+        )  # fmt: skip
+        known = key in _valid
+    except (AttributeError, TypeError):  # not tensors, not numbers: `_validate` says what is wrong
+        _validate(*inputs)
+        raise
+    if not known:
+        _validate(*inputs)
+        if len(_valid) >= _MOST_VALID:
+            _valid.clear()
+        _valid.add(key)
+
+
+def _class_weights(class_weight: Tensor, logits: Tensor, labels: Tensor, shard: VocabShard) -> ClassWeights:
+    if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
+        found = class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
+        raise TypeError(f"the class weight is {found}, expected a floating-point tensor [V].")
+    if class_weight.shape != (shard.total_columns,):
+        raise ValueError(
+            f"the class weight has shape {tuple(class_weight.shape)}, expected ({shard.total_columns},): one "
+            "weight for each class of the whole vocabulary, on every rank."
+        )
+    if class_weight.device != logits.device:
+        raise ValueError(
+            f"the class weight is on {class_weight.device} and the logits on {logits.device}: move both to "
+            "one device."
+        )
+    dtype = dispatch.accumulation_dtype(logits)
+    return ClassWeights.of(class_weight, labels, shard.first_column, shard.columns, dtype)
 
 
 def _validate(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float
-) -> torch.Size:
-    """Checks that need no other rank; returns the loss's shape."""
+) -> None:
+    """Checks that need no other rank."""
     for name, value in (("inp", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor.")
@@ -267,12 +370,9 @@ def _validate(
         raise ValueError(f"z_loss_weight is {z_loss_weight}, expected a finite number.")
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_idx is {ignore_index!r}, expected an int.")
-    return leading
 
 
 def _labels_are_checked(check_labels: bool | None, logits: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
     setting = switch("MCE_CHECK_LABELS")
     if setting is not None:
         return setting

@@ -1,4 +1,4 @@
-"""One forward and one backward pass over the logits by the implementation that `choose` names.
+"""One forward and one backward pass over the logits by an implementation.
 
 The same two passes are registered as the opaque torch operators `megatron_ce::forward` and
 `megatron_ce::backward`, which is how the operation is seen under torch.compile: kernels, collective and
@@ -7,74 +7,106 @@ choice stay out of the graph.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ce_adaptor.implementations import choose, note_use
+from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
 
+class Terms(NamedTuple):
+    """What the loss of a call is made of, the same for all of its rows."""
+
+    shard: VocabShard
+    ignore_index: int
+    label_smoothing: float
+    z_loss_weight: float
+
+
+def accumulation_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype of the loss and of all that is computed on the way."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def forward_pass(
+    module: ModuleType,
     logits: Tensor,
     target: Tensor,
-    shard: VocabShard,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
+    terms: Terms,
+    weights: ClassWeights | None,
     statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """loss [N], saved [3, N] for `backward_pass`, statistics [4, N] or None; one collective if the shard has
     a group.
 
     Args:
+        module: the implementation.
         logits: [N, C] or [A, B, C], any strides; never written.
         target: [N]; N is the same on all ranks of the group.
     """
-    choice = choose(logits.device.type)
-    note_use(choice.name)
-    if target.numel() == 0:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    shard, ignore_index, label_smoothing, z_loss_weight = terms
+    if target.shape[0] == 0:
+        dtype = accumulation_dtype(logits)
         loss, saved, stats = (logits.new_empty(shape, dtype=dtype) for shape in ((0,), (3, 0), (4, 0)))
         return loss, saved, stats if statistics else None
-    options = {
-        "total_columns": shard.total_columns,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss_weight": z_loss_weight,
-        "statistics": statistics,
-    }
     if shard.group is None:
-        return choice.module.forward(logits, target, **options)
-    payload = choice.module.row_statistics(
+        result: tuple[Tensor, Tensor, Tensor | None] = module.forward(
+            logits,
+            target,
+            total_columns=shard.total_columns,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss_weight=z_loss_weight,
+            statistics=statistics,
+            weights=weights,
+        )
+        return result
+    payload = module.row_statistics(
         logits,
         target,
         first_column=shard.first_column,
         ignore_index=ignore_index,
         smooth=label_smoothing > 0,
         statistics=statistics,
+        weights=weights,
     )
-    gathered = shard.gather(payload, choice.module.HEADER)
-    return choice.module.merge(gathered, target, equal_shards=shard.equal, **options)
+    gathered = shard.gather(payload, module.HEADER)
+    merged: tuple[Tensor, Tensor, Tensor | None] = module.merge(
+        gathered,
+        target,
+        total_columns=shard.total_columns,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        statistics=statistics,
+        equal_shards=shard.equal,
+        weights=weights,
+    )
+    return merged
 
 
 def backward_pass(
+    module: ModuleType,
     logits: Tensor,
     target: Tensor,
     saved: Tensor,
     grad_loss: Tensor,
     out: Tensor,
-    shard: VocabShard,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
+    terms: Terms,
+    weights: ClassWeights | None,
 ) -> None:
     """Writes the gradient of sum(grad_loss * loss) by the logits into `out` (which may be the logits); no
     collective.
     """
-    choose(logits.device.type).module.gradient(
+    if target.shape[0] == 0:
+        return
+    shard, ignore_index, label_smoothing, z_loss_weight = terms
+    module.gradient(
         logits,
         target,
         saved,
@@ -85,6 +117,7 @@ def backward_pass(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight,
+        weights=weights,
     )
 
 
@@ -98,10 +131,16 @@ def _shard(group_name: str, first_column: int, columns: int, total_columns: int,
     return VocabShard(group, group.rank(), group.size(), first_column, columns, total_columns, equal)
 
 
+def _weights(columns: Tensor | None, rows: Tensor | None) -> ClassWeights | None:
+    return None if columns is None or rows is None else ClassWeights(columns, rows)
+
+
 @torch.library.custom_op("megatron_ce::forward", mutates_args=())
 def forward_operator(
     logits: Tensor,
     target: Tensor,
+    column_weights: Tensor | None,
+    row_weights: Tensor | None,
     group_name: str,
     first_column: int,
     total_columns: int,
@@ -113,9 +152,11 @@ def forward_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`forward_pass` as an operator; the statistics are [4, 0] when not asked for."""
     shard = _shard(group_name, first_column, logits.shape[-1], total_columns, equal)
-    loss, saved, stats = forward_pass(
-        logits, target, shard, ignore_index, label_smoothing, z_loss_weight, statistics
-    )
+    terms = Terms(shard, ignore_index, label_smoothing, z_loss_weight)
+    choice = choose(logits.device.type, shard.columns, shard.group is not None)
+    note_use(choice.name)
+    weights = _weights(column_weights, row_weights)
+    loss, saved, stats = forward_pass(choice.module, logits, target, terms, weights, statistics)
     return loss, saved, stats if stats is not None else loss.new_empty(4, 0)
 
 
@@ -123,6 +164,8 @@ def forward_operator(
 def _(
     logits: Tensor,
     target: Tensor,
+    column_weights: Tensor | None,
+    row_weights: Tensor | None,
     group_name: str,
     first_column: int,
     total_columns: int,
@@ -133,7 +176,7 @@ def _(
     statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n = target.shape[0]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(logits)
     return (
         logits.new_empty(n, dtype=dtype),
         logits.new_empty(3, n, dtype=dtype),
@@ -147,6 +190,9 @@ def backward_operator(
     target: Tensor,
     saved: Tensor,
     grad_loss: Tensor,
+    column_weights: Tensor | None,
+    row_weights: Tensor | None,
+    split: bool,
     first_column: int,
     total_columns: int,
     ignore_index: int,
@@ -154,9 +200,13 @@ def backward_operator(
     z_loss_weight: float,
 ) -> Tensor:
     """`backward_pass` out of place as an operator."""
-    shard = VocabShard(None, 0, 1, first_column, logits.shape[-1], total_columns, False)
+    columns = logits.shape[-1]
+    module = choose(logits.device.type, columns, split).module
+    shard = VocabShard(None, 0, 1, first_column, columns, total_columns, False)
+    terms = Terms(shard, ignore_index, label_smoothing, z_loss_weight)
     out = torch.empty_like(logits)
-    backward_pass(logits, target, saved, grad_loss, out, shard, ignore_index, label_smoothing, z_loss_weight)
+    weights = _weights(column_weights, row_weights)
+    backward_pass(module, logits, target, saved, grad_loss, out, terms, weights)
     return out
 
 
@@ -166,6 +216,9 @@ def _(
     target: Tensor,
     saved: Tensor,
     grad_loss: Tensor,
+    column_weights: Tensor | None,
+    row_weights: Tensor | None,
+    split: bool,
     first_column: int,
     total_columns: int,
     ignore_index: int,

@@ -88,7 +88,7 @@ def _show_device(device: str, description: str) -> bool:
 
     label = f"{device} ({description})" if description else device
     try:
-        choice = choose(torch.device(device).type)
+        choice = choose(torch.device(device).type, 1000, False)
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(33, 1000, generator=generator, dtype=torch.float64)
         target = torch.randint(0, 1000, (33,), generator=generator)

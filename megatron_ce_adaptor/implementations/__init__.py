@@ -8,11 +8,15 @@ They never import each other.
 from __future__ import annotations
 
 import importlib
-import os
 from types import ModuleType
 from typing import NamedTuple
 
+from megatron_ce_adaptor.settings import setting
+
 CHOICES = ("auto", "triton", "reference")
+
+# On an NPU, an unsplit vocabulary of fewer columns goes to the vendor's operators.
+SMALL_VOCABULARY = 16384
 
 
 class Choice(NamedTuple):
@@ -24,20 +28,24 @@ class Choice(NamedTuple):
 
 
 _last_used: str | None = None
-_choices: dict[tuple[str, str, str], Choice] = {}
+_choices: dict[tuple[str, bool, str, str], Choice] = {}
 
 
-def choose(device_type: str) -> Choice:
-    """The implementation for logits on a device of this type ('cpu', 'cuda', ...).
+def choose(device_type: str, columns: int, split: bool) -> Choice:
+    """The implementation for logits on a device of this type ('cpu', 'cuda', 'npu', ...).
 
     MCE_IMPLEMENTATION=auto|triton|reference overrides the choice; TE_PARALLEL_CE_FORCE_TRITON=1 means triton.
+
+    Args:
+        columns: this rank's columns of the vocabulary.
+        split: the vocabulary is split over a group of several ranks.
 
     Raises:
         ValueError: MCE_IMPLEMENTATION has an unknown value.
         RuntimeError: what was asked for cannot run here, with the reason; nothing else is run instead.
     """
-    requested = os.environ.get("MCE_IMPLEMENTATION") or "auto"
-    key = (device_type, requested, os.environ.get("TE_PARALLEL_CE_FORCE_TRITON", ""))
+    large = split or columns >= SMALL_VOCABULARY
+    key = (device_type, large, setting("MCE_IMPLEMENTATION"), setting("TE_PARALLEL_CE_FORCE_TRITON"))
     choice = _choices.get(key)
     if choice is None:
         choice = _choices[key] = _decide(*key)
@@ -57,7 +65,8 @@ def last_used() -> str | None:
     return _last_used
 
 
-def _decide(device_type: str, requested: str, force_triton: str) -> Choice:
+def _decide(device_type: str, large: bool, requested: str, force_triton: str) -> Choice:
+    requested = requested or "auto"
     if requested not in CHOICES:
         raise ValueError(f"MCE_IMPLEMENTATION is {requested!r}, expected one of {', '.join(CHOICES)}.")
     why = f"MCE_IMPLEMENTATION={requested}"

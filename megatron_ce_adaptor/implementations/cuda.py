@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from megatron_ce_adaptor.implementations import cuda_kernels as kernels
+from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.prepared_call import PreparedCall
 from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 
@@ -129,11 +130,13 @@ def _statistics_call(
     z_loss_weight: float,
     statistics: bool,
     split_vocab: bool,
+    weighted: bool,
 ) -> PreparedCall:
-    options = (
-        first_column, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, split_vocab
+    key = (
+        _place(logits), target.dtype, target.stride(),
+        first_column, total_columns, ignore_index, label_smoothing, z_loss_weight,
+        statistics, split_vocab, weighted,
     )  # fmt: skip
-    key = (_place(logits), target.dtype, target.stride(), options)
     call = _calls.get(key)
     if call is not None:
         return call
@@ -159,7 +162,7 @@ def _statistics_call(
             ),
             (
                 tile.block, vec, layout.kind, rows.two_level,
-                label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab,
+                label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab, weighted,
             ),
             tile.warps,
             leads=((0, layout.lead),),
@@ -167,8 +170,20 @@ def _statistics_call(
     )  # fmt: skip
 
 
+def _weight_tensors(weights: ClassWeights | None, instead: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernels' (COLUMN_WEIGHTS, ROW_WEIGHTS); without weights one of their dtype, not read."""
+    return (instead, instead) if weights is None else weights
+
+
 def row_statistics(
-    logits: Tensor, target: Tensor, *, first_column: int, ignore_index: int, smooth: bool, statistics: bool
+    logits: Tensor,
+    target: Tensor,
+    *,
+    first_column: int,
+    ignore_index: int,
+    smooth: bool,
+    statistics: bool,
+    weights: ClassWeights | None,
 ) -> Tensor:
     """See `reference.row_statistics`."""
     k = 3 + smooth + statistics
@@ -176,9 +191,10 @@ def row_statistics(
         k * target.numel() + HEADER, dtype=_accumulation_dtype(logits), device=logits.device
     )
     call = _statistics_call(
-        logits, target, first_column, 0, ignore_index, 1.0 if smooth else 0.0, 0.0, statistics, True
-    )
-    call(logits, target, payload, payload, payload, payload)
+        logits, target, first_column, 0, ignore_index, 1.0 if smooth else 0.0, 0.0, statistics, True,
+        weights is not None,
+    )  # fmt: skip
+    call(logits, target, payload, payload, payload, payload, *_weight_tensors(weights, payload))
     return payload
 
 
@@ -201,19 +217,15 @@ def merge(
     z_loss_weight: float,
     statistics: bool,
     equal_shards: bool,
+    weights: ClassWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.merge`."""
     loss, saved, stats = _result_buffers(target, gathered.dtype, statistics)
-    options = (total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, equal_shards)
+    weighted = weights is not None
     key = (
-        gathered.shape,
-        gathered.dtype,
-        gathered.device,
-        target.shape,
-        target.dtype,
-        target.stride(),
-        options,
-    )
+        gathered.shape, gathered.dtype, gathered.device, target.shape, target.dtype, target.stride(),
+        total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, equal_shards, weighted,
+    )  # fmt: skip
     call = _calls.get(key)
     if call is None:
         n = target.numel()
@@ -228,12 +240,12 @@ def merge(
                 (target.stride(0), n, total_columns, ignore_index, label_smoothing, z_loss_weight),
                 (
                     gathered.shape[0], 3 + smooth + statistics, _MERGE_BLOCK,
-                    smooth, z_loss_weight != 0, statistics, equal_shards,
+                    smooth, z_loss_weight != 0, statistics, equal_shards, weighted,
                 ),
                 4,
             ),
         )  # fmt: skip
-    call(gathered, target, loss, saved, stats)
+    call(gathered, target, loss, saved, stats, _weight_tensors(weights, saved)[1])
     return loss, saved, stats if statistics else None
 
 
@@ -246,13 +258,15 @@ def forward(
     label_smoothing: float,
     z_loss_weight: float,
     statistics: bool,
+    weights: ClassWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`; here one kernel."""
     loss, saved, stats = _result_buffers(target, _accumulation_dtype(logits), statistics)
     call = _statistics_call(
-        logits, target, 0, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, False
-    )
-    call(logits, target, saved, loss, saved, stats)
+        logits, target, 0, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, False,
+        weights is not None,
+    )  # fmt: skip
+    call(logits, target, saved, loss, saved, stats, *_weight_tensors(weights, saved))
     return loss, saved, stats if statistics else None
 
 
@@ -268,17 +282,24 @@ def gradient(
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
+    weights: ClassWeights | None,
 ) -> None:
     """See `reference.gradient`."""
     if logits.numel() == 0:
         return
-    options = (first_column, total_columns, ignore_index, label_smoothing, z_loss_weight)
-    rows = (target.dtype, target.stride(), grad_loss.dtype, grad_loss.stride())
-    key = (_place(logits), _place(out), rows, options)
+    place = _place(logits)
+    key = (
+        place, place if out is logits else _place(out),
+        target.dtype, target.stride(), grad_loss.dtype, grad_loss.stride(),
+        first_column, total_columns, ignore_index, label_smoothing, z_loss_weight, weights is not None,
+    )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        call = _remember(key, _gradient_call(logits, target, grad_loss, out, *options))
-    call(logits, out, target, grad_loss, saved)
+        options = (first_column, total_columns, ignore_index, label_smoothing, z_loss_weight)
+        call = _remember(
+            key, _gradient_call(logits, target, grad_loss, out, *options, weighted=weights is not None)
+        )
+    call(logits, out, target, grad_loss, saved, *_weight_tensors(weights, saved))
 
 
 def _gradient_call(
@@ -291,6 +312,7 @@ def _gradient_call(
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
+    weighted: bool,
 ) -> PreparedCall:
     rows, out_rows = rows_of(logits), rows_of(out)
     size = logits.element_size()
@@ -317,7 +339,7 @@ def _gradient_call(
         ),
         (
             tile.block, vec, layout.kind, rows.two_level, out_rows.two_level,
-            label_smoothing > 0, z_loss_weight != 0,
+            label_smoothing > 0, z_loss_weight != 0, weighted,
         ),
         tile.warps,
         leads=((0, layout.lead), (1, layout.lead)),

@@ -36,27 +36,13 @@ HEADER: tl.constexpr = tl.constexpr(4)
 # kernel then depends on what the launch code knows (see cuda.py), and no vocabulary, batch or rank compiles
 # it anew.
 _INTEGERS = [
-    *(
-        "lead",
-        "inner_rows",
-        "outer_stride",
-        "inner_stride",
-        "column_stride",
-        "g_inner_rows",
-        "g_outer_stride",
-    ),
-    *(
-        "g_inner_stride",
-        "g_column_stride",
-        "target_stride",
-        "grad_stride",
-        "n_rows",
-        "n_cols",
-        "tiles_per_row",
-    ),
-    *("first_column", "total_columns", "ignore_index"),
-]
-_SMALL_TENSORS = ["Y", "PAYLOAD", "GATHERED", "LOSS", "SAVED", "STATS", "G_LOSS"]
+    "lead", "inner_rows", "outer_stride", "inner_stride", "column_stride",
+    "g_inner_rows", "g_outer_stride", "g_inner_stride", "g_column_stride", "target_stride", "grad_stride",
+    "n_rows", "n_cols", "tiles_per_row", "first_column", "total_columns", "ignore_index",
+]  # fmt: skip
+_SMALL_TENSORS = [
+    "Y", "PAYLOAD", "GATHERED", "LOSS", "SAVED", "STATS", "G_LOSS", "COLUMN_WEIGHTS", "ROW_WEIGHTS"
+]  # fmt: skip
 
 
 @triton.jit
@@ -92,8 +78,8 @@ def _add_tile(x, peak, total, weighted, STATISTICS: tl.constexpr):
 @triton.jit
 def _loss_of_row(
     peak, total, x_target, sum_x, weighted, known, live,
-    label_smoothing, z_loss_weight, total_columns,
-    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr,
+    label_smoothing, z_loss_weight, total_columns, row_weight, all_weights,
+    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Loss, what backward needs, and statistics, from a row's merged statistics.
 
@@ -127,10 +113,14 @@ def _loss_of_row(
 
     lse = joint_peak + log_joint
     loss = nll
+    if WEIGHTED:
+        loss = nll * row_weight
     if SMOOTH:
-        loss = (1.0 - label_smoothing) * nll + label_smoothing * (
-            joint_peak + log_joint - sum_x / total_columns
-        )
+        if WEIGHTED:
+            others = (all_weights * lse - sum_x) / total_columns
+        else:
+            others = lse - sum_x / total_columns
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * others
     if Z_LOSS:
         loss += z_loss_weight * lse * lse
     loss = tl.where(live, loss, 0.0)
@@ -138,8 +128,8 @@ def _loss_of_row(
     entropy = lse
     if STATISTICS:
         d_target = tl.where(e_target == 0.0, 0.0, e_target * (x_target - joint_peak))
-        others = tl.where(total == 0.0, 0.0, (weighted + total * (peak - joint_peak)) * rescale)
-        entropy = log_joint - (others + d_target) / joint_total
+        d_others = tl.where(total == 0.0, 0.0, (weighted + total * (peak - joint_peak)) * rescale)
+        entropy = log_joint - (d_others + d_target) / joint_total
     joint_peak = tl.where(live, joint_peak, 0.0)
     log_joint = tl.where(live, log_joint, 0.0)
     grad_target = tl.where(live, grad_target, 0.0)
@@ -171,6 +161,7 @@ def row_statistics_kernel(
     Y,                                  # [N] class ids
     PAYLOAD,                            # [K * N + HEADER] if SPLIT_VOCAB
     LOSS, SAVED, STATS,                 # [N], [3, N], [4, N] otherwise
+    COLUMN_WEIGHTS, ROW_WEIGHTS,        # [C], [N + 1] if WEIGHTED
     lead: tl.int32,                     # of X, see PEELED
     inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int64,
     target_stride: tl.int64,
@@ -179,6 +170,7 @@ def row_statistics_kernel(
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr, TWO_LEVEL: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, SPLIT_VOCAB: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Every lane group of VEC columns (16 bytes) keeps its own running (max, sum), so the
     loop
@@ -226,7 +218,10 @@ def row_statistics_kernel(
             inside = g < n_groups
             x = tl.load(base + c, mask=inside, other=float("-inf")).to(ACC)
         if SMOOTH:
-            sums += tl.sum(tl.where(inside, x, 0.0), 1)
+            summand = tl.where(inside, x, 0.0)
+            if WEIGHTED:
+                summand *= tl.load(COLUMN_WEIGHTS + peeled + c, mask=inside, other=0.0)
+            sums += tl.sum(summand, 1)
         inner_t = t - peeled
         if (inner_t >= i) & (inner_t < i + BLOCK):
             x = tl.where(c == inner_t, float("-inf"), x)
@@ -241,7 +236,10 @@ def row_statistics_kernel(
         e_in = tl.where(e_lane < VEC, e_lane < peeled, e_col < end)
         x_edge = tl.load(X + lead + start + e_col, mask=e_in, other=float("-inf")).to(ACC)
         if SMOOTH:
-            sum_x += tl.sum(tl.where(e_in, x_edge, 0.0), 0)
+            e_summand = tl.where(e_in, x_edge, 0.0)
+            if WEIGHTED:
+                e_summand *= tl.load(COLUMN_WEIGHTS + e_col, mask=e_in, other=0.0)
+            sum_x += tl.sum(e_summand, 0)
         x_edge = tl.where(e_col == t, float("-inf"), x_edge)
         edge_peak, edge_total, edge_weighted = _add_tile(
             x_edge[None, :],
@@ -291,10 +289,15 @@ def row_statistics_kernel(
             tl.store(header + 2, tl.cast(0, ACC))
             tl.store(header + 3, tl.cast(0, ACC))
     else:
+        row_weight = tl.full((), 1.0, ACC)
+        all_weights = row_weight
+        if WEIGHTED:
+            row_weight = tl.load(ROW_WEIGHTS + row)
+            all_weights = tl.load(ROW_WEIGHTS + n_rows)
         loss, saved_peak, log_total, grad_target, lse, nll, entropy = _loss_of_row(
             row_peak, row_total, x_target, sum_x, row_weighted, known, live,
             tl.full((), label_smoothing, ACC), tl.full((), z_loss_weight, ACC), total_columns,
-            SMOOTH, Z_LOSS, STATISTICS,
+            row_weight, all_weights, SMOOTH, Z_LOSS, STATISTICS, WEIGHTED,
         )  # fmt: skip
         _store_row(
             LOSS, SAVED, STATS, row, n_rows, None,
@@ -308,10 +311,12 @@ def merge_kernel(
     GATHERED,                           # [W, K * N + HEADER]
     Y,                                  # [N] class ids
     LOSS, SAVED, STATS,                 # [N], [3, N], [4, N]
+    ROW_WEIGHTS,                        # [N + 1] if WEIGHTED
     target_stride: tl.int64, n_rows: tl.int64, total_columns: tl.int64, ignore_index: tl.int64,
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     WORLD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, EQUAL_SHARDS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Joins the shards' statistics, in rank order on every rank, so that the loss is bitwise the same
     everywhere.
@@ -350,10 +355,15 @@ def merge_kernel(
         if STATISTICS:
             weighted_w = tl.load(shard + (K - 1) * n_rows + rows, mask=mask, other=0.0)
             weighted += tl.where(total_w == 0.0, 0.0, (weighted_w + total_w * shift) * scale)
+    row_weight = tl.full([BLOCK], 1.0, ACC)
+    all_weights = tl.full((), 1.0, ACC)
+    if WEIGHTED:
+        row_weight = tl.load(ROW_WEIGHTS + rows, mask=mask, other=0.0)
+        all_weights = tl.load(ROW_WEIGHTS + n_rows)
     loss, saved_peak, log_total, grad_target, lse, nll, entropy = _loss_of_row(
         peak, total, x_target, sum_x, weighted, known, live,
         tl.full((), label_smoothing, ACC), tl.full((), z_loss_weight, ACC), total_columns,
-        SMOOTH, Z_LOSS, STATISTICS,
+        row_weight, all_weights, SMOOTH, Z_LOSS, STATISTICS, WEIGHTED,
     )  # fmt: skip
     if EQUAL_SHARDS:
         # Shards of unequal sizes give column offsets that are wrong on every rank. The host check raises
@@ -370,19 +380,24 @@ def merge_kernel(
 
 @triton.jit
 def _gradient_of_tile(
-    x, at_target, peak, log2_total, grad_target, lse, scale, label_smoothing, z_loss_weight, uniform,
-    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
+    x, at_target, peak, log2_total, grad_target, lse, scale, label_smoothing, z_loss_weight, per_class,
+    row_weight, mean_weight, column_weights,
+    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """scale * (p * a - eps), and at the target its closed form; a = 1 + 2 * z_loss_weight * lse, eps =
-    smoothing / V.
-    """
+    """The gradient as `reference.gradient` states it."""
     p = tl.exp2((x - peak) * LOG2_E - log2_total)
-    grad = tl.where(at_target, grad_target, p)
-    if Z_LOSS:
-        p_target = tl.where(at_target, grad_target + 1.0, p)
-        grad += p_target * (2.0 * z_loss_weight * lse)
-    if SMOOTH:
-        grad = tl.where(at_target, grad + label_smoothing, grad) - uniform
+    if WEIGHTED:
+        own = (1.0 - label_smoothing) * row_weight
+        shared = label_smoothing * mean_weight + 2.0 * z_loss_weight * lse
+        grad = tl.where(at_target, grad_target * own + (grad_target + 1.0) * shared, p * (own + shared))
+        grad -= per_class * column_weights
+    else:
+        grad = tl.where(at_target, grad_target, p)
+        if Z_LOSS:
+            p_target = tl.where(at_target, grad_target + 1.0, p)
+            grad += p_target * (2.0 * z_loss_weight * lse)
+        if SMOOTH:
+            grad = tl.where(at_target, grad + label_smoothing, grad) - per_class
     return grad * scale
 
 
@@ -393,6 +408,7 @@ def gradient_kernel(
     Y,                                  # [N] class ids
     G_LOSS,                             # [N], stride 0 if expanded
     SAVED,                              # [3, N]
+    COLUMN_WEIGHTS, ROW_WEIGHTS,        # [C], [N + 1] if WEIGHTED
     lead: tl.int32,                     # of X and of G_X, see PEELED
     inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int64,
     g_inner_rows: tl.int64, g_outer_stride: tl.int64, g_inner_stride: tl.int64, g_column_stride: tl.int64,
@@ -402,6 +418,7 @@ def gradient_kernel(
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr,
     TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of one row: a flat grid keeps every SM busy to the end, where a loop over the row
     loses 4-7 %.
@@ -427,7 +444,12 @@ def gradient_kernel(
     t = tl.cast(tl.where((shifted >= 0) & (shifted < n_cols), shifted, -1), tl.int32)
     smoothing = tl.full((), label_smoothing, ACC)
     z_weight = tl.full((), z_loss_weight, ACC)
-    uniform = smoothing / total_columns
+    per_class = smoothing / total_columns
+    row_weight = tl.full((), 1.0, ACC)
+    mean_weight = row_weight
+    if WEIGHTED:
+        row_weight = tl.load(ROW_WEIGHTS + row)
+        mean_weight = tl.load(ROW_WEIGHTS + n_rows) / total_columns
 
     start = _row_offset(row, inner_rows, outer_stride, inner_stride, TWO_LEVEL)
     g_start = _row_offset(row, g_inner_rows, g_outer_stride, g_inner_stride, G_TWO_LEVEL)
@@ -463,20 +485,13 @@ def gradient_kernel(
         g_at = g_base + c
     # Ignored rows are written as exact zeros without being read: their logits may hold anything.
     x = tl.load(x_at, mask=inside & live, other=float("-inf")).to(ACC)
+    column_weights = row_weight
+    if WEIGHTED:
+        column_weights = tl.load(COLUMN_WEIGHTS + peeled + c, mask=inside, other=0.0)
     grad = _gradient_of_tile(
-        x,
-        c == t - peeled,
-        peak,
-        log2_total,
-        grad_target,
-        lse,
-        scale,
-        smoothing,
-        z_weight,
-        uniform,
-        SMOOTH,
-        Z_LOSS,
-    )
+        x, c == t - peeled, peak, log2_total, grad_target, lse, scale, smoothing, z_weight, per_class,
+        row_weight, mean_weight, column_weights, SMOOTH, Z_LOSS, WEIGHTED,
+    )  # fmt: skip
     tl.store(g_at, tl.where(live, grad, 0.0).to(G_X.dtype.element_ty), mask=inside)
     if LAYOUT == PEELED:  # noqa: SIM102 - decided at compile time, the inner one is not
         if tile == 0:
@@ -484,9 +499,12 @@ def gradient_kernel(
             e_col = tl.where(e_lane < VEC, e_lane, peeled + n_groups * VEC + (e_lane - VEC))
             e_in = tl.where(e_lane < VEC, e_lane < peeled, e_col < n_cols)
             x_edge = tl.load(X + lead + start + e_col, mask=e_in & live, other=float("-inf")).to(ACC)
+            e_weights = row_weight
+            if WEIGHTED:
+                e_weights = tl.load(COLUMN_WEIGHTS + e_col, mask=e_in, other=0.0)
             g_edge = _gradient_of_tile(
-                x_edge, e_col == t, peak, log2_total, grad_target, lse, scale, smoothing, z_weight, uniform,
-                SMOOTH, Z_LOSS,
+                x_edge, e_col == t, peak, log2_total, grad_target, lse, scale, smoothing, z_weight, per_class,
+                row_weight, mean_weight, e_weights, SMOOTH, Z_LOSS, WEIGHTED,
             )  # fmt: skip
             g_edge = tl.where(live, g_edge, 0.0).to(G_X.dtype.element_ty)
             tl.store(G_X + lead + g_start + e_col, g_edge, mask=e_in)

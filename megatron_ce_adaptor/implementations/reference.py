@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.rows import matrices_of
 
 NAME = "reference"
@@ -50,7 +51,14 @@ def _local_targets(target: Tensor, first_column: int, columns: int) -> tuple[Ten
 
 
 def row_statistics(
-    logits: Tensor, target: Tensor, *, first_column: int, ignore_index: int, smooth: bool, statistics: bool
+    logits: Tensor,
+    target: Tensor,
+    *,
+    first_column: int,
+    ignore_index: int,
+    smooth: bool,
+    statistics: bool,
+    weights: ClassWeights | None,
 ) -> Tensor:
     """One pass over the logits.
 
@@ -61,9 +69,10 @@ def row_statistics(
     Returns:
         [K * N + HEADER] in the accumulation dtype (fp64 for fp64 logits, else fp32). The K rows are: a
         maximum of this shard's columns, and the sum of exp(x - maximum) over all of them but the target's;
-        the target's logit (-inf if another shard owns it); the sum of the logits if `smooth`; the sum of
-        exp(x - maximum) * (x - maximum) without the target's if `statistics`. Then the shard's column number.
-        (Here the maximum is over the target's column too, in the kernels it is not: `merge` serves both.)
+        the target's logit (-inf if another shard owns it); the sum of the (weighted) logits if `smooth`;
+        the sum of exp(x - maximum) * (x - maximum) without the target's if `statistics`. Then the shard's
+        number of columns. (Here the maximum is over the target's column too, in the kernels it is not:
+        `merge` serves both.)
     """
     acc = torch.float64 if logits.dtype == torch.float64 else torch.float32
     n, columns = target.numel(), logits.shape[-1]
@@ -92,7 +101,7 @@ def row_statistics(
         peak = x.amax(1)
         result[0] = peak
         if smooth:
-            result[3] = x.sum(1)
+            result[3] = x.sum(1) if weights is None else x @ weights.columns
         # an all -inf row: any finite reference gives the right exp, 0
         torch.sub(x, peak.clamp(min=lowest)[:, None], out=values)
         index = column[:, None]
@@ -117,6 +126,7 @@ def merge(
     z_loss_weight: float,
     statistics: bool,
     equal_shards: bool,
+    weights: ClassWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Joins W shards' statistics in rank order.
 
@@ -164,9 +174,11 @@ def merge(
     joint_total = torch.where(known, total * rescale + e_target, total)
     log_joint = joint_total.log()
     lse = joint_peak + log_joint
-    loss = nll
+    loss = nll if weights is None else weights.rows[:-1] * nll
     if label_smoothing > 0:
-        loss = (1 - label_smoothing) * nll + label_smoothing * (lse - sum_x / total_columns)
+        all_classes = total_columns if weights is None else weights.rows[-1]
+        others = (all_classes * lse - sum_x) / total_columns
+        loss = (1 - label_smoothing) * loss + label_smoothing * others
     if z_loss_weight:
         loss = loss + z_loss_weight * lse * lse
     zero = torch.zeros((), dtype=loss.dtype, device=loss.device)
@@ -198,6 +210,7 @@ def forward(
     label_smoothing: float,
     z_loss_weight: float,
     statistics: bool,
+    weights: ClassWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`row_statistics` and `merge` for an unsplit vocabulary; returns what `merge` returns."""
     payload = row_statistics(
@@ -207,6 +220,7 @@ def forward(
         ignore_index=ignore_index,
         smooth=label_smoothing > 0,
         statistics=statistics,
+        weights=weights,
     )
     return merge(
         payload[None],
@@ -217,6 +231,7 @@ def forward(
         z_loss_weight=z_loss_weight,
         statistics=statistics,
         equal_shards=False,
+        weights=weights,
     )
 
 
@@ -232,14 +247,16 @@ def gradient(
     ignore_index: int,
     label_smoothing: float,
     z_loss_weight: float,
+    weights: ClassWeights | None,
 ) -> None:
     """Writes d loss / d logits into `out`, of the logits' shape and dtype; `out` may be the logits
     themselves.
 
-    grad = grad_loss * (p * a - eps), at the target grad_loss * (expm1(-nll) + p * (a - 1) + smoothing - eps),
-    with a = 1 + 2 * z_loss_weight * lse and eps = label_smoothing / total_columns; computed in the
-    accumulation dtype and rounded once. Rows with an ignored label get exact zeros whatever their logits
-    hold.
+    grad = grad_loss * (p * (b + a) - eps), at the target grad_loss * (expm1(-nll) * b + p * a - eps), where
+    b = 1 - label_smoothing is the target's own share, eps = label_smoothing / total_columns that of a class,
+    and a = label_smoothing + 2 * z_loss_weight * lse; class weights multiply b (the label's), eps (the
+    column's) and the first term of a (their mean). Computed in the accumulation dtype and rounded once. Rows
+    with an ignored label get exact zeros whatever their logits hold.
     """
     acc = saved.dtype
     columns = logits.shape[-1]
@@ -249,12 +266,19 @@ def gradient(
     live = target != ignore_index
     scale = torch.where(live, grad_loss.to(acc), 0.0)
     peak, log_total, grad_target = saved[0], saved[1], saved[2]
-    lse2z = 2 * z_loss_weight * (peak + log_total)
-    factor = scale * (1 + lse2z) * torch.exp(-log_total)
-    uniform = scale * (label_smoothing / total_columns)
+    own: float | Tensor = 1.0 - label_smoothing
+    shared: float | Tensor = label_smoothing + 2 * z_loss_weight * (peak + log_total)
+    per_class = scale * (label_smoothing / total_columns)
+    at_label = per_class
+    if weights is not None:
+        mean = weights.rows[-1] / total_columns
+        own = own * weights.rows[:-1]
+        shared = shared + label_smoothing * (mean - 1.0)
+        at_label = per_class * weights.rows[:-1]
+    factor = scale * (own + shared) * torch.exp(-log_total)
     must_clear = logits.device.type != "cpu" or not bool(live.all())
     scratch: Tensor | None = None
-    for (x, grad), (alive, top, times, less) in _blocks((logits, out), live, peak, factor, uniform):
+    for (x, grad), (alive, top, times, less) in _blocks((logits, out), live, peak, factor, per_class):
         if grad.dtype == acc:
             values = grad
         else:
@@ -266,13 +290,14 @@ def gradient(
         values.exp_()
         values.mul_(times[:, None])
         if label_smoothing > 0:
-            values.sub_(less[:, None])
+            less = less[:, None]
+            values.sub_(less if weights is None else less * weights.columns)
         if must_clear:
             values.masked_fill_(~alive[:, None], 0.0)
         if values is not grad:
             grad.copy_(values)
     local, here = _local_targets(target, first_column, columns)
-    exact = scale * (grad_target + (1 + grad_target) * lse2z + label_smoothing) - uniform
+    exact = scale * (grad_target * own + (1 + grad_target) * shared) - at_label
     leading = logits.shape[:-1]
     exact = torch.where(live, exact, 0.0).to(out.dtype).view(leading)
     # index_put_ and not scatter_, which converts a whole bf16 tensor to fp32 and back on the CPU

@@ -45,7 +45,6 @@ def te_parallel_cross_entropy(
         logits,
         labels,
         label_smoothing=0.0,
-        reduce_loss=False,
         group=tp_group if tp_group is not None else _megatron_tp_group(),
         ignore_index=_IGNORED_LABEL,
         overwrite_input=_may_overwrite(logits),

@@ -1,0 +1,394 @@
+"""Output layer and cross entropy in token chunks, on plain tensors: the differentiable core.
+
+Two forms. `weighted_loss` returns one number, the losses weighted by numbers that are known before: it
+computes all gradients in the forward pass, chunk by chunk, and backward only multiplies them by the upstream
+scale; three matrix products together, as without chunks. `loss_per_token` returns every token's loss for
+whatever is done with them; backward computes the logits once more, chunk by chunk: four matrix products.
+Neither ever holds the logits of more than one chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ce_adaptor import cross_entropy as core
+from megatron_ce_adaptor import dispatch
+from megatron_ce_adaptor.chunked import walk
+from megatron_ce_adaptor.chunked.exchange import HiddenExchange, NoExchange
+from megatron_ce_adaptor.chunked.scaling import scaled
+from megatron_ce_adaptor.implementations import choose, note_use
+from megatron_ce_adaptor.vocab_shard import VocabShard
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearLossOptions:
+    """What does not differ from token to token.
+
+    Attributes:
+        shard: the vocabulary's columns that this rank's weight holds.
+        chunk_tokens: tokens of a chunk: the most that logits are held for.
+        ignore_index, label_smoothing, z_loss_weight: as for `parallel_cross_entropy`.
+        class_weight: [V] of the whole vocabulary, the same on all ranks, or None: PyTorch's weighted loss.
+        exchange: what happens to the hidden states and their gradient between the ranks, once.
+        accumulation_dtype: torch.float32 to add up the weight's, the bias's and the hidden gradient (this over
+            the ranks) in fp32 and round them once at the end; None: in the gradient's own dtype, fp16
+            excepted, which is always added up in fp32.
+        statistics: also return the losses' statistics (`CrossEntropyStatistics`).
+    """
+
+    shard: VocabShard
+    chunk_tokens: int
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss_weight: float = 0.0
+    class_weight: Tensor | None = None
+    exchange: HiddenExchange = dataclasses.field(default_factory=NoExchange)
+    accumulation_dtype: torch.dtype | None = None
+    statistics: bool = False
+
+
+class WeightedLoss(NamedTuple):
+    """total: 0-d, differentiable; loss [N] and statistics, of this rank's gathered tokens, are not."""
+
+    total: Tensor
+    loss: Tensor
+    statistics: core.CrossEntropyStatistics | None
+
+
+def weighted_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weight: Tensor,
+    options: LinearLossOptions,
+    bias: Tensor | None = None,
+) -> WeightedLoss:
+    """sum over tokens of token_weight * cross_entropy(hidden @ weight.T + bias, labels).
+
+    Collectives: what `options.exchange` does, once forward and once backward, and one all-gather a chunk
+    forward if the vocabulary is split.
+
+    Args:
+        hidden: [n, H], fp16, bf16, fp32 or fp64; under autocast multiplied in autocast's dtype.
+        weight: [C, H] of this rank's columns; bias [C].
+        labels: [N] int32 or int64 (N = n, or as many as `options.exchange` gathers), on all ranks of the
+            vocabulary's group the same.
+        token_weight: [N], of any strides (an expanded number too), without gradient.
+
+    Returns:
+        The total (fp32, fp64 for fp64 hidden states), differentiable with respect to hidden, weight and bias,
+        once: a second backward, and second derivatives, raise RuntimeError.
+
+    Raises:
+        TypeError, ValueError: what does not fit, in words.
+    """
+    compute = _check(hidden, weight, labels, bias, options)
+    if token_weight.shape != labels.shape:
+        raise ValueError(
+            f"token_weight has shape {tuple(token_weight.shape)}, expected one number for each of the "
+            f"{labels.numel()} labels."
+        )
+    differentiable = torch.is_grad_enabled()
+    wanted = tuple(
+        differentiable and x is not None and x.requires_grad for x in (hidden, weight, bias)
+    )
+    total, loss, stats = _GradientsInForward.apply(
+        hidden, weight, bias, labels, token_weight.detach(), options, compute, wanted
+    )
+    return WeightedLoss(total, loss, _statistics(stats))
+
+
+def loss_per_token(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: LinearLossOptions,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, core.CrossEntropyStatistics | None]:
+    """cross_entropy(hidden @ weight.T + bias, labels) of each token, [N], for any upstream gradient.
+
+    Arguments, collectives and errors are `weighted_loss`'s. Between forward and backward nothing but the
+    arguments and three numbers a token are kept.
+    """
+    compute = _check(hidden, weight, labels, bias, options)
+    loss, stats = _GradientsInBackward.apply(hidden, weight, bias, labels, options, compute)
+    return loss, _statistics(stats)
+
+
+def _statistics(stats: Tensor | None) -> core.CrossEntropyStatistics | None:
+    if stats is None:
+        return None
+    lse, target_log_prob, entropy, correct = stats
+    return core.CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
+
+
+class _GradientsInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        token_weight: Tensor,
+        options: LinearLossOptions,
+        compute: torch.dtype,
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with _without_autocast(hidden):
+            layer = _output_layer(weight, bias, labels, options, compute)
+            gathered = options.exchange.gather(hidden.to(compute))
+            _check_gathered(gathered, hidden, labels)
+            acc = dispatch.accumulation_dtype(gathered)
+            token_weight = token_weight.to(acc)
+            if not any(wanted):
+                found = walk.losses(gathered, labels, layer, statistics=options.statistics, save=False)
+            else:
+                gradients = _buffers(gathered, weight, bias, compute, options, wanted)
+                upstream, later = _split_scale(token_weight, compute)
+                found = walk.losses_and_gradients(
+                    gathered, labels, layer, upstream, gradients, statistics=options.statistics
+                )
+                ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias, later)
+        ctx.exchange, ctx.spent = options.exchange, False
+        ctx.dtypes = tuple(x.dtype if x is not None else None for x in (hidden, weight, bias))
+        total = torch.dot(found.loss, token_weight) if labels.numel() else found.loss.sum()
+        _mark(ctx, found.loss, found.statistics)
+        return total, found.loss, found.statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        if ctx.spent:
+            raise RuntimeError(
+                "the chunked loss keeps its gradients once and has given them away in the first backward: "
+                "call backward once, on the sum of all losses if there are several."
+            )
+        ctx.spent = True
+        hidden, weight, bias, later = ctx.saved_tensors
+        factor = grad_total.to(later.dtype) * later
+        if hidden is not None:
+            hidden = scaled(ctx.exchange.reduce(hidden), factor, ctx.dtypes[0])
+        if weight is not None:
+            weight = scaled(weight, factor, ctx.dtypes[1])
+        if bias is not None:
+            bias = scaled(bias, factor, ctx.dtypes[2])
+        return hidden, weight, bias, None, None, None, None, None
+
+
+class _GradientsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: LinearLossOptions,
+        compute: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        with _without_autocast(hidden):
+            layer = _output_layer(weight, bias, labels, options, compute)
+            gathered = options.exchange.gather(hidden.to(compute))
+            _check_gathered(gathered, hidden, labels)
+            found = walk.losses(gathered, labels, layer, statistics=options.statistics, save=True)
+        ctx.save_for_backward(hidden, weight, bias, labels, found.saved)
+        ctx.options, ctx.compute = options, compute
+        _mark(ctx, found.statistics)
+        return found.loss, found.statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        hidden, weight, bias, labels, saved = ctx.saved_tensors
+        options, compute = ctx.options, ctx.compute
+        with _without_autocast(hidden):
+            layer = _output_layer(weight, bias, labels, options, compute)
+            gathered = options.exchange.gather(hidden.to(compute))
+            gradients = _buffers(gathered, weight, bias, compute, options, ctx.needs_input_grad[:3])
+            upstream, later = _split_scale(grad_loss.to(saved.dtype), compute)
+            walk.recomputed_gradients(gathered, labels, layer, saved, upstream, gradients)
+            found = [gradients.hidden, gradients.weight, gradients.bias]
+            if found[0] is not None:
+                found[0] = options.exchange.reduce(found[0])
+            results = [
+                None if g is None else scaled(g, later, x.dtype)
+                for g, x in zip(found, (hidden, weight, bias), strict=True)
+            ]
+        return *results, None, None, None
+
+
+def _mark(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.mark_non_differentiable(*(t for t in tensors if t is not None))
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the chunked loss has no second derivative: call backward() or torch.autograd.grad() without "
+            "create_graph=True."
+        )
+
+
+def _without_autocast(hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Casts are made once, not once a chunk."""
+    return torch.autocast(hidden.device.type, enabled=False)
+
+
+def _output_layer(
+    weight: Tensor, bias: Tensor | None, labels: Tensor, options: LinearLossOptions, compute: torch.dtype
+) -> walk.OutputLayer:
+    shard = options.shard
+    choice = choose(weight.device.type, shard.columns, shard.group is not None)
+    note_use(choice.name)
+
+    def look_at_labels() -> None:
+        core._check_labels(labels, shard.total_columns, options.ignore_index)
+
+    return walk.OutputLayer(
+        weight.to(compute),
+        None if bias is None else bias.to(compute),
+        choice.module,
+        dispatch.Terms(shard, options.ignore_index, options.label_smoothing, options.z_loss_weight),
+        options.class_weight,
+        options.chunk_tokens,
+        look_at_labels if core._labels_are_checked(None, weight) else None,
+    )
+
+
+def _buffers(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    compute: torch.dtype,
+    options: LinearLossOptions,
+    wanted: tuple[bool, bool, bool],
+) -> walk.Gradients:
+    wide = torch.float32 if compute == torch.float16 else options.accumulation_dtype or compute
+
+    def like(x: Tensor | None, want: bool) -> Tensor | None:
+        if x is None or not want:
+            return None
+        return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, wide), device=x.device)
+
+    return walk.Gradients(like(hidden, wanted[0]), like(weight, wanted[1]), like(bias, wanted[2]))
+
+
+def _split_scale(upstream: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(upstream gradient for the chunks, 0-d factor for their sums).
+
+    In fp16 the numbers in a gradient of 1/N of a loss, times a probability, are too small to be held: there
+    the chunks get an upstream gradient of at most 1, and the fp32 sums the factor.
+    """
+    if compute != torch.float16 or upstream.numel() == 0:
+        return upstream, upstream.new_ones(())
+    largest = upstream.abs().amax()
+    return torch.where(largest > 0, upstream / largest, 0.0), largest
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: LinearLossOptions
+) -> torch.dtype:
+    """Checks what needs no other rank; returns the dtype of the matrix products."""
+    for name, value in (("hidden", hidden), ("the output layer's weight", weight), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor.")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"labels have dtype {labels.dtype}, expected int64 or int32 class ids (not probabilities)."
+        )
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden states of shape {tuple(hidden.shape)} do not fit an output layer's weight "
+            f"{tuple(weight.shape)}: the last dimensions must be the same hidden size."
+        )
+    if labels.dim() != 1:
+        raise ValueError(f"labels have shape {tuple(labels.shape)}, expected [N], one for each token.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"the output layer's bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, "
+            "one number for each row of its weight."
+        )
+    if weight.shape[0] != options.shard.columns:
+        raise ValueError(
+            f"the output layer's weight has {weight.shape[0]} rows, expected {options.shard.columns} of a "
+            f"vocabulary of {options.shard.total_columns} on rank {options.shard.rank} of "
+            f"{options.shard.world_size}."
+        )
+    devices = {x.device for x in (hidden, weight, labels, bias) if x is not None}
+    if len(devices) > 1:
+        raise ValueError(
+            "hidden, labels and the output layer are on "
+            f"{' and '.join(sorted(map(str, devices)))}: move them to one device."
+        )
+    check_options(options)
+    check_class_weight(options.class_weight, options.shard.total_columns, hidden.device)
+    return _compute_dtype(hidden, weight, bias)
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
+    if len(set(dtypes)) > 1:
+        raise TypeError(
+            f"hidden states are {hidden.dtype} and the output layer is "
+            f"{' with a bias of '.join(map(str, dtypes[1:]))}: cast one of them, or use torch.autocast."
+        )
+    if hidden.dtype not in _FLOATS:
+        raise TypeError(f"hidden has dtype {hidden.dtype}, expected float16, bfloat16, float32 or float64.")
+    return hidden.dtype
+
+
+def check_options(options: LinearLossOptions) -> None:
+    """Raises for numbers out of range."""
+    if isinstance(options.chunk_tokens, bool) or not isinstance(options.chunk_tokens, int):
+        raise TypeError(f"chunk_tokens is {options.chunk_tokens!r}, expected an int.")
+    if options.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {options.chunk_tokens}, expected at least 1.")
+    if not 0.0 <= options.label_smoothing < 1.0:
+        raise ValueError(
+            f"label_smoothing is {options.label_smoothing}, expected 0 <= label_smoothing < 1."
+        )
+    if not math.isfinite(options.z_loss_weight):
+        raise ValueError(f"z_loss_weight is {options.z_loss_weight}, expected a finite number.")
+    if options.accumulation_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"accumulation_dtype is {options.accumulation_dtype}, expected torch.float32 or None."
+        )
+
+
+def check_class_weight(class_weight: Tensor | None, classes: int, device: torch.device) -> None:
+    """Raises for class weights that do not belong to this vocabulary."""
+    if class_weight is None:
+        return
+    if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
+        found = class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
+        raise TypeError(f"the class weight is {found}, expected a floating-point tensor [V].")
+    if class_weight.shape != (classes,):
+        raise ValueError(
+            f"the class weight has shape {tuple(class_weight.shape)}, expected ({classes},): one weight for "
+            "each class of the whole vocabulary, on every rank."
+        )
+    if class_weight.device != device:
+        raise ValueError(
+            f"the class weight is on {class_weight.device} and the hidden states on {device}: move both to "
+            "one device."
+        )
+
+
+def _check_gathered(gathered: Tensor, hidden: Tensor, labels: Tensor) -> None:
+    if gathered.shape[0] != labels.shape[0]:
+        what = f"{hidden.shape[0]} hidden states"
+        if gathered.shape[0] != hidden.shape[0]:
+            what += f" on this rank, {gathered.shape[0]} on all,"
+        raise ValueError(f"there are {labels.shape[0]} labels for {what}: expected one label for each token.")

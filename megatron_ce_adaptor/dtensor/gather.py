@@ -1,0 +1,78 @@
+"""`gather_tensor_parallel_logits`: whole rows of logits on every rank, for inference and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_ce_adaptor.dtensor.chunked_shard import (
+    ChunkedShard,
+    chunk_sizes,
+    chunked_shard,
+    compare_sizes,
+    must_compare,
+)
+from megatron_ce_adaptor.dtensor.layout import check_described, logits_layout
+from megatron_ce_adaptor.vocab_shard import VocabShard
+
+__all__ = ["gather_tensor_parallel_logits"]
+
+# Numbers after a rank's columns in the gathered buffer: its column count in base 256, which every dtype holds
+# exactly.
+_HEADER = 4
+
+
+def gather_tensor_parallel_logits(
+    logits: Tensor, tp_group: Any = None, global_vocab_size: int | None = None
+) -> Tensor:
+    """Logits [..., C] split over tensor-parallel ranks by their last dimension to [..., V] on every rank.
+
+    Differentiable. Of *plain* logits each rank's gradient is its own columns of the gathered logits'
+    gradient, without communication: what follows is taken to be computed alike on every rank of the group.
+    A *DTensor* becomes Replicate on the TP mesh dimension and keeps its other placements; its gradient knows
+    by its placements what must be summed.
+
+    Collectives: one all_gather. Plain logits without `global_vocab_size` exchange their sizes first, which
+    may then be any (one more all_gather of a number, and the host waits for it).
+
+    Args:
+        logits: this rank's columns, any floating dtype; shard r of the vocabulary on the group's rank r.
+        tp_group: of plain logits, the group; None for an unsplit vocabulary (returned as it is). Of DTensors,
+            nothing or the TP mesh dimension's group.
+        global_vocab_size: V, split as torch.chunk does; of DTensors, nothing or the logits' last size.
+
+    Raises:
+        TypeError, ValueError: as `loss_parallel_cross_entropy` for group, sizes, mesh and placements.
+    """
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits are a {type(logits).__name__}, expected a tensor.")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits have dtype {logits.dtype}, expected a floating-point one.")
+    if isinstance(logits, DTensor):
+        layout = logits_layout(logits, -1)
+        check_described(layout, tp_group, global_vocab_size)
+        assert layout.tp_dim is not None
+        placements = list(layout.placements)
+        placements[layout.tp_dim] = Replicate()
+        return DTensor.from_local(
+            _gathered(logits.to_local(), layout.shard),
+            layout.mesh,
+            placements,
+            run_check=False,
+            shape=logits.shape,
+            stride=logits.stride(),
+        )
+    if logits.dim() == 0:
+        raise ValueError("logits are a scalar, expected [..., C] with the classes last.")
+    columns = logits.shape[-1]
+    if global_vocab_size is not None:
+        return _gathered(logits, chunked_shard(tp_group, columns, global_vocab_size))
+    shard = VocabShard.of_equal_shards(tp_group, columns)
+    if shard.group is None:
+        return logits
+    return _GatherColumns.apply(logits, shard.group, shard.rank, _exchange_sizes(logits, shard), None)
