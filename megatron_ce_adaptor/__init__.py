@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
     from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics as CrossEntropyStatistics
     from megatron_ce_adaptor.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+    from megatron_ce_adaptor.dtensor.context import is_loss_parallel_active as is_loss_parallel_active
+    from megatron_ce_adaptor.dtensor.context import loss_parallel as loss_parallel
+    from megatron_ce_adaptor.dtensor.gather import (
+        gather_tensor_parallel_logits as gather_tensor_parallel_logits,
+    )
+    from megatron_ce_adaptor.dtensor.loss import loss_parallel_cross_entropy as loss_parallel_cross_entropy
     from megatron_ce_adaptor.megatron import apply_patches as apply_patches
     from megatron_ce_adaptor.megatron import patch_status as patch_status
     from megatron_ce_adaptor.megatron import remove_patches as remove_patches
@@ -25,6 +31,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "parallel_cross_entropy": "megatron_ce_adaptor.cross_entropy",
     "CrossEntropyStatistics": "megatron_ce_adaptor.cross_entropy",
+    "loss_parallel": "megatron_ce_adaptor.dtensor.context",
+    "is_loss_parallel_active": "megatron_ce_adaptor.dtensor.context",
+    "loss_parallel_cross_entropy": "megatron_ce_adaptor.dtensor.loss",
+    "gather_tensor_parallel_logits": "megatron_ce_adaptor.dtensor.gather",
     "apply_patches": "megatron_ce_adaptor.megatron",
     "remove_patches": "megatron_ce_adaptor.megatron",
     "patch_status": "megatron_ce_adaptor.megatron",

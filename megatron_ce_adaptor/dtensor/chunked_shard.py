@@ -37,8 +37,14 @@ class ChunkedShard(VocabShard):
     given_columns: int
     """What this rank's logits have, where `columns` is what they should have."""
 
-    expected: tuple[int, ...]
-    """Columns of each rank's shard, in the group's rank order."""
+    places: tuple[int, ...]
+    """Which shard each rank holds, in the group's rank order."""
+
+    @property
+    def expected(self) -> list[int]:
+        """Columns of each rank's shard, in the group's rank order."""
+        sizes = chunk_sizes(self.total_columns, self.world_size)
+        return [sizes[place] for place in self.places]
 
     def fitted(self, logits: Tensor) -> Tensor:
         """The logits, cut or filled up to the described number of columns; themselves where that is right."""
@@ -85,7 +91,9 @@ def chunked_shard(
     if isinstance(total_columns, bool) or not isinstance(total_columns, int):
         raise TypeError(f"global_vocab_size is {total_columns!r}, expected an int.")
     if total_columns < 1:
-        raise ValueError(f"the vocabulary's size (global_vocab_size) is {total_columns}, expected at least 1.")
+        raise ValueError(
+            f"the vocabulary's size (global_vocab_size) is {total_columns}, expected at least 1."
+        )
     even = VocabShard.of_equal_shards(group, columns)  # for its checks of the group
     if even.group is None:
         if columns != total_columns:
@@ -94,14 +102,14 @@ def chunked_shard(
                 "but it is on one rank: pass the tensor-parallel group (tp_group), or the right size."
             )
         return even
-    order = list(places) if places is not None else list(range(even.world_size))
+    order = tuple(places) if places is not None else tuple(range(even.world_size))
     sizes = chunk_sizes(total_columns, even.world_size)
     first = min(total_columns, order[even.rank] * sizes[0])
     own = sizes[order[even.rank]]
     equal = total_columns % even.world_size == 0
     shard = ChunkedShard(even.group, even.rank, even.world_size, first, own, total_columns, equal)
     shard.given_columns = columns
-    shard.expected = tuple(sizes[place] for place in order)
+    shard.places = order
     if columns != own and torch.compiler.is_compiling():  # a graph's collective is not this class's gather
         raise ValueError(_wrong_size(f"{columns} columns on this rank", own, shard))
     return shard
@@ -128,8 +136,8 @@ def _wrong_size(what: str, expected: Any, vocabulary: VocabShard | tuple[int, in
         vocabulary = vocabulary.total_columns, vocabulary.world_size
     return (
         f"the vocabulary shards have {what}, but a vocabulary of {vocabulary[0]} split over {vocabulary[1]} "
-        f"ranks has {expected}: pass the right global_vocab_size, or give DTensor.from_local the global shape "
-        "and stride."
+        f"ranks has {expected}: pass the right global_vocab_size, or give DTensor.from_local the global "
+        "shape and stride."
     )
 
 

@@ -125,7 +125,9 @@ def _cross_entropy(
 ) -> Any:
     if not isinstance(input, DTensor):
         if isinstance(target, DTensor) or isinstance(weight, DTensor):
-            raise TypeError("the target or weight is a DTensor and the logits are a plain tensor; pass these as one too.")
+            raise TypeError(
+                "the target or weight is a DTensor and the logits are a plain tensor; pass these as one too."
+            )
         return func(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if size_average is not None or reduce is not None:
         reduction = legacy_reduction.legacy_get_string(size_average, reduce)
@@ -141,13 +143,13 @@ def _cross_entropy(
 def _refuse_what_torch_refuses(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:
     if reduction == "mean" and mesh.ndim > 1:
         raise NotImplementedError(
-            f"reduction='mean' on a mesh of {mesh.ndim} dimensions is not supported by PyTorch's loss_parallel "
-            "(strict='torch'): pass strict=True, which does it, or reduction='sum' or 'none'."
+            f"reduction='mean' on a mesh of {mesh.ndim} dimensions is not supported by PyTorch's "
+            "loss_parallel (strict='torch'): pass strict=True, which does it, or reduction='sum' or 'none'."
         )
     if label_smoothing:
         raise NotImplementedError(
-            f"label_smoothing={label_smoothing} is not supported by PyTorch's loss_parallel (strict='torch'): "
-            "pass strict=True, which does it."
+            f"label_smoothing={label_smoothing} is not supported by PyTorch's loss_parallel "
+            "(strict='torch'): pass strict=True, which does it."
         )
 
 

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_ce_adaptor.dtensor.chunked_shard import (
     ChunkedShard,
-    chunk_sizes,
     chunked_shard,
     compare_sizes,
     must_compare,
 )
-from megatron_ce_adaptor.dtensor.layout import check_described, logits_layout
+from megatron_ce_adaptor.dtensor.layout import check_described, distributed, local_logits, logits_layout
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
 __all__ = ["gather_tensor_parallel_logits"]
@@ -59,13 +58,8 @@ def gather_tensor_parallel_logits(
         assert layout.tp_dim is not None
         placements = list(layout.placements)
         placements[layout.tp_dim] = Replicate()
-        return DTensor.from_local(
-            _gathered(logits.to_local(), layout.shard),
-            layout.mesh,
-            placements,
-            run_check=False,
-            shape=logits.shape,
-            stride=logits.stride(),
+        return distributed(
+            _gathered(local_logits(logits), layout.shard), layout.mesh, placements, logits.shape
         )
     if logits.dim() == 0:
         raise ValueError("logits are a scalar, expected [..., C] with the classes last.")
@@ -75,4 +69,56 @@ def gather_tensor_parallel_logits(
     shard = VocabShard.of_equal_shards(tp_group, columns)
     if shard.group is None:
         return logits
-    return _GatherColumns.apply(logits, shard.group, shard.rank, _exchange_sizes(logits, shard), None)
+    return _GatherColumns.apply(
+        logits, shard.group, _exchanged_sizes(logits, shard), range(shard.world_size), 0
+    )
+
+
+def _gathered(logits: Tensor, shard: VocabShard) -> Tensor:
+    if not isinstance(shard, ChunkedShard):  # one rank has all
+        return logits
+    places = shard.places
+    return _GatherColumns.apply(
+        shard.fitted(logits), shard.group, shard.expected, places, shard.given_columns
+    )
+
+
+def _exchanged_sizes(logits: Tensor, shard: VocabShard) -> list[int]:
+    mine = torch.tensor([logits.shape[-1]], device=logits.device)
+    sizes = mine.new_empty(shard.world_size)
+    dist.all_gather_into_tensor(sizes, mine, group=shard.group)
+    return sizes.tolist()
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, group: Any, sizes: Sequence[int], places: Sequence[int], given_columns: int
+    ) -> Tensor:
+        """
+        Args:
+            sizes, places: by rank of the group, its number of columns and which shard they are.
+            given_columns: what the caller's logits had, to be compared on all ranks; 0: sizes are agreed.
+        """
+        *leading, columns = logits.shape
+        rows, full, total = torch.Size(leading).numel(), max(sizes), sum(sizes)
+        buffer = logits.new_zeros(rows * full + _HEADER)
+        buffer[: rows * full].view(rows, full)[:, :columns] = logits.reshape(rows, columns)
+        for digit in range(_HEADER):
+            buffer[rows * full + digit].fill_(given_columns // 256**digit % 256)
+        gathered = buffer.new_empty(len(sizes) * buffer.numel())
+        dist.all_gather_into_tensor(gathered, buffer, group=group)
+        gathered = gathered.view(len(sizes), -1)
+        if given_columns and must_compare(group, total, gathered):
+            digits = gathered[:, rows * full :].tolist()
+            found = [sum(int(d) * 256**k for k, d in enumerate(of_rank)) for of_rank in digits]
+            compare_sizes(group, total, found, sizes)
+        by_place = sorted(range(len(sizes)), key=lambda rank: places[rank])
+        pieces = [gathered[r, : rows * full].view(rows, full)[:, : sizes[r]] for r in by_place]
+        before = [sizes[r] for r in by_place if places[r] < places[group.rank()]]
+        ctx.own = slice(sum(before), sum(before) + columns)
+        return torch.cat(pieces, 1).view(*leading, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad[..., ctx.own].contiguous(), None, None, None, None

@@ -1,4 +1,4 @@
-"""The rules for meshes and placements: where the vocabulary is split, and what the labels' placements must be.
+"""The rules for meshes and placements: where the vocabulary is split, and what labels' placements must be.
 
 Exactly one mesh dimension shards the class dimension, in any position of a mesh of any rank: the
 tensor-parallel (TP) one. The others shard the batch or replicate it. Nothing is guessed: what does not fit
@@ -19,7 +19,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megatron_ce_adaptor.dtensor.chunked_shard import chunked_shard, places_in_group
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
-__all__ = ["LogitsLayout", "local_class_weight", "local_labels", "logits_layout"]
+__all__ = [
+    "LogitsLayout",
+    "check_described",
+    "check_label_dtype",
+    "distributed",
+    "is_sharded_on",
+    "local_class_weight",
+    "local_labels",
+    "local_logits",
+    "logits_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -105,8 +115,8 @@ def logits_layout(
         )
     if not tp_dims and require_sharded_vocab:
         raise ValueError(
-            f"{what}: no mesh dimension shards the classes (dimension {class_dim}), expected exactly one with "
-            f"Shard({class_dim})."
+            f"{what}: no mesh dimension shards the classes (dimension {class_dim}), expected exactly one "
+            f"with Shard({class_dim})."
         )
     if own.get_coordinate() is None:
         raise ValueError(f"this process is not in {_mesh_text(own)}: call this on the mesh's ranks only.")
@@ -200,6 +210,67 @@ def check_label_dtype(labels: Any) -> None:
         )
 
 
+def check_described(layout: LogitsLayout, group: Any, global_vocab_size: int | None) -> None:
+    """What a caller said about DTensor logits must be what they say themselves.
+
+    Raises:
+        ValueError: it is not.
+    """
+    assert layout.tp_dim is not None
+    if group is not None and group is not layout.mesh.get_group(layout.tp_dim):
+        raise ValueError(
+            f"tp_group is not the group of mesh dimension {layout.tp_dim}, which shards the classes of the "
+            "logits: leave tp_group out for DTensors."
+        )
+    total = layout.shard.total_columns
+    if global_vocab_size is not None and global_vocab_size != total:
+        raise ValueError(
+            f"global_vocab_size is {global_vocab_size}, but the DTensor logits have {total} classes: leave "
+            "it out for DTensors."
+        )
+
+
+def local_logits(logits: DTensor) -> Tensor:
+    """This rank's part, sharing its memory; the gradient of it becomes one of the logits' placements.
+
+    `DTensor.to_local` reckons the gradient's global strides from this rank's sizes. Where shards are uneven
+    these are not the logits', and autograd then copies the gradient into a replicated tensor.
+    """
+    return _LocalLogits.apply(logits)
+
+
+class _LocalLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = logits.device_mesh, logits.placements
+        ctx.shape, ctx.stride = logits.shape, logits.stride()
+        local = logits._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return DTensor.from_local(
+            grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+
+
+def is_sharded_on(tensor: DTensor, dim: int) -> bool:
+    """Whether a mesh dimension shards this tensor dimension."""
+    return any(_sharded_dim(p) == dim % max(tensor.dim(), 1) for p in tensor.placements)
+
+
+def distributed(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """The DTensor of this global shape, contiguous, whose part on this rank is `local`."""
+    strides = [1] * len(shape)
+    for d in reversed(range(len(shape) - 1)):
+        strides[d] = strides[d + 1] * max(shape[d + 1], 1)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
+
+
 def _only_cuts(have: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
     """Whether `wanted` comes from `have` by slicing what this rank holds.
 
@@ -222,7 +293,9 @@ def _is_plain_shard(placement: Placement) -> bool:
 
 def _sharded_dim(placement: Placement) -> int | None:
     """The tensor dimension of a Shard or _StridedShard (FSDP2 on TP), else None."""
-    return getattr(placement, "dim", None) if not (placement.is_replicate() or placement.is_partial()) else None
+    return (
+        getattr(placement, "dim", None) if not (placement.is_replicate() or placement.is_partial()) else None
+    )
 
 
 def _without_dim(placement: Placement, removed: int) -> Placement:

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics, cross_entropy
 from megatron_ce_adaptor.dtensor.chunked_shard import ChunkedShard, chunked_shard
 from megatron_ce_adaptor.dtensor.layout import (
     LogitsLayout,
+    check_described,
     check_label_dtype,
+    distributed,
     local_class_weight,
     local_labels,
+    local_logits,
     logits_layout,
 )
 from megatron_ce_adaptor.settings import switch
@@ -118,7 +121,7 @@ def loss_parallel_cross_entropy(
         raise TypeError(f"logits are a {type(logits).__name__}, expected a tensor.")
     if isinstance(logits, DTensor):
         layout = logits_layout(logits, -1)
-        _check_described(layout, tp_group, global_vocab_size)
+        check_described(layout, tp_group, global_vocab_size)
         return dtensor_cross_entropy(logits, labels, layout, weight, terms)
     return _plain_cross_entropy(logits, labels, tp_group, global_vocab_size, weight, terms)
 
@@ -135,18 +138,24 @@ def dtensor_cross_entropy(
         raise ValueError(
             f"the batch is empty: logits have shape {tuple(logits.shape)}, expected at least one token."
         )
-    rows = logits.to_local().movedim(layout.class_dim, -1)
+    rows = local_logits(logits).movedim(layout.class_dim, -1)
     # before the losses: should a label be no class, the ranks that see it raise only after this collective
-    total = _total(targets, class_weight, layout.shard, rows, terms, layout) if terms.reduction == "mean" else None
+    total = (
+        _total(targets, class_weight, layout.shard, rows, terms, layout)
+        if terms.reduction == "mean"
+        else None
+    )
     loss, statistics = _per_token(rows, targets, layout.shard, class_weight, terms)
     if terms.reduction == "none":
         return _with_statistics(
-            loss, statistics, lambda t: _distributed(t, layout, layout.label_placements, layout.label_shape)
+            loss,
+            statistics,
+            lambda t: distributed(t, layout.mesh, layout.label_placements, layout.label_shape),
         )
     loss = loss.sum()
     if total is not None:
         loss = loss / total
-    return _distributed(loss, layout, layout.summed_placements, torch.Size())
+    return distributed(loss, layout.mesh, layout.summed_placements, torch.Size())
 
 
 def _plain_cross_entropy(
@@ -159,7 +168,9 @@ def _plain_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:
     check_label_dtype(labels)
     if isinstance(labels, DTensor) or isinstance(weight, DTensor):
-        raise TypeError("labels or weight are a DTensor and logits are a plain tensor: pass the logits as one too.")
+        raise TypeError(
+            "labels or weight are a DTensor and logits are a plain tensor: pass the logits as one too."
+        )
     if logits.dim() == 0:
         raise ValueError("logits are a scalar, expected [..., C] with the classes last.")
     if labels.shape != logits.shape[:-1]:
@@ -248,36 +259,10 @@ def _total(
 def _check_other_ranks(unknown: Tensor, here: Tensor) -> None:
     """Raises where another rank's labels are no classes and will make it raise, as this one's own do."""
     checked = switch("MCE_CHECK_LABELS")
-    if checked if checked is not None else unknown.device.type == "cpu":
-        if int(unknown) and not bool(here.any()):
-            raise ValueError(
-                f"{int(unknown)} labels on other ranks of the batch are neither a class nor ignore_index; the "
-                "ranks that hold them name the first one."
-            )
-
-
-def _distributed(
-    local: Tensor, layout: LogitsLayout, placements: tuple[Placement, ...], shape: torch.Size
-) -> DTensor:
-    strides = [1] * len(shape)
-    for d in reversed(range(len(shape) - 1)):
-        strides[d] = strides[d + 1] * max(shape[d + 1], 1)
-    return DTensor.from_local(
-        local, layout.mesh, placements, run_check=False, shape=shape, stride=tuple(strides)
-    )
-
-
-def _check_described(layout: LogitsLayout, group: Any, global_vocab_size: int | None) -> None:
-    """What was said about DTensor logits must be what they say themselves."""
-    assert layout.tp_dim is not None
-    if group is not None and group is not layout.mesh.get_group(layout.tp_dim):
+    if checked is None:
+        checked = unknown.device.type == "cpu"
+    if checked and int(unknown) and not bool(here.any()):
         raise ValueError(
-            f"tp_group is not the group of mesh dimension {layout.tp_dim}, which shards the classes of the "
-            "logits: leave tp_group out for DTensors."
-        )
-    total = layout.shard.total_columns
-    if global_vocab_size is not None and global_vocab_size != total:
-        raise ValueError(
-            f"global_vocab_size is {global_vocab_size}, but the DTensor logits have {total} classes: leave it "
-            "out for DTensors."
+            f"{int(unknown)} labels on other ranks of the batch are neither a class nor ignore_index; the "
+            "ranks that hold them name the first one."
         )
