@@ -14,6 +14,7 @@ TYPE_CHECKING = False  # as typing's, without the milliseconds that importing ty
 if TYPE_CHECKING:
     from typing import Any
 
+    from megatron_ce_adaptor.chunked.wrapper import ChunkedLossWrapper as ChunkedLossWrapper
     from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics as CrossEntropyStatistics
     from megatron_ce_adaptor.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
     from megatron_ce_adaptor.dtensor.context import is_loss_parallel_active as is_loss_parallel_active
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         gather_tensor_parallel_logits as gather_tensor_parallel_logits,
     )
     from megatron_ce_adaptor.dtensor.loss import loss_parallel_cross_entropy as loss_parallel_cross_entropy
+    from megatron_ce_adaptor.losses import CrossEntropyLoss as CrossEntropyLoss
     from megatron_ce_adaptor.megatron import apply_patches as apply_patches
     from megatron_ce_adaptor.megatron import patch_status as patch_status
     from megatron_ce_adaptor.megatron import remove_patches as remove_patches
@@ -35,6 +37,8 @@ _HOMES = {
     "is_loss_parallel_active": "megatron_ce_adaptor.dtensor.context",
     "loss_parallel_cross_entropy": "megatron_ce_adaptor.dtensor.loss",
     "gather_tensor_parallel_logits": "megatron_ce_adaptor.dtensor.gather",
+    "CrossEntropyLoss": "megatron_ce_adaptor.losses",
+    "ChunkedLossWrapper": "megatron_ce_adaptor.chunked.wrapper",
     "apply_patches": "megatron_ce_adaptor.megatron",
     "remove_patches": "megatron_ce_adaptor.megatron",
     "patch_status": "megatron_ce_adaptor.megatron",

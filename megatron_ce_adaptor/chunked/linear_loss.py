@@ -15,6 +15,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ce_adaptor import cross_entropy as core
@@ -38,8 +39,8 @@ class LinearLossOptions:
         ignore_index, label_smoothing, z_loss_weight: as for `parallel_cross_entropy`.
         class_weight: [V] of the whole vocabulary, the same on all ranks, or None: PyTorch's weighted loss.
         exchange: what happens to the hidden states and their gradient between the ranks, once.
-        accumulation_dtype: torch.float32 to add up the weight's, the bias's and the hidden gradient (this over
-            the ranks) in fp32 and round them once at the end; None: in the gradient's own dtype, fp16
+        accumulation_dtype: torch.float32 to add up the weight's, the bias's and the hidden gradient (this
+            over the ranks) in fp32 and round them once at the end; None: in the gradient's own dtype, fp16
             excepted, which is always added up in fp32.
         statistics: also return the losses' statistics (`CrossEntropyStatistics`).
     """
@@ -97,9 +98,7 @@ def weighted_loss(
             f"{labels.numel()} labels."
         )
     differentiable = torch.is_grad_enabled()
-    wanted = tuple(
-        differentiable and x is not None and x.requires_grad for x in (hidden, weight, bias)
-    )
+    wanted = tuple(differentiable and x is not None and x.requires_grad for x in (hidden, weight, bias))
     total, loss, stats = _GradientsInForward.apply(
         hidden, weight, bias, labels, token_weight.detach(), options, compute, wanted
     )
@@ -160,7 +159,7 @@ class _GradientsInForward(torch.autograd.Function):
                 ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias, later)
         ctx.exchange, ctx.spent = options.exchange, False
         ctx.dtypes = tuple(x.dtype if x is not None else None for x in (hidden, weight, bias))
-        total = torch.dot(found.loss, token_weight) if labels.numel() else found.loss.sum()
+        total = (found.loss * token_weight).sum()
         _mark(ctx, found.loss, found.statistics)
         return total, found.loss, found.statistics
 
@@ -247,6 +246,10 @@ def _output_layer(
     weight: Tensor, bias: Tensor | None, labels: Tensor, options: LinearLossOptions, compute: torch.dtype
 ) -> walk.OutputLayer:
     shard = options.shard
+    missing = shard.columns - _given_columns(shard)
+    if missing:  # the shard's gather raises on all ranks alike; until then this one keeps up with them
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
     choice = choose(weight.device.type, shard.columns, shard.group is not None)
     note_use(choice.name)
 
@@ -262,6 +265,12 @@ def _output_layer(
         options.chunk_tokens,
         look_at_labels if core._labels_are_checked(None, weight) else None,
     )
+
+
+def _given_columns(shard: VocabShard) -> int:
+    """The columns that this rank has; the others of a shard of a described size (see `ChunkedShard`) are
+    those that it should have."""
+    return getattr(shard, "given_columns", shard.columns)
 
 
 def _buffers(
@@ -317,11 +326,10 @@ def _check(
             f"the output layer's bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, "
             "one number for each row of its weight."
         )
-    if weight.shape[0] != options.shard.columns:
+    given = _given_columns(options.shard)
+    if weight.shape[0] != given:
         raise ValueError(
-            f"the output layer's weight has {weight.shape[0]} rows, expected {options.shard.columns} of a "
-            f"vocabulary of {options.shard.total_columns} on rank {options.shard.rank} of "
-            f"{options.shard.world_size}."
+            f"the output layer's weight has {weight.shape[0]} rows, but the shard was described with {given}."
         )
     devices = {x.device for x in (hidden, weight, labels, bias) if x is not None}
     if len(devices) > 1:
@@ -356,9 +364,7 @@ def check_options(options: LinearLossOptions) -> None:
     if options.chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {options.chunk_tokens}, expected at least 1.")
     if not 0.0 <= options.label_smoothing < 1.0:
-        raise ValueError(
-            f"label_smoothing is {options.label_smoothing}, expected 0 <= label_smoothing < 1."
-        )
+        raise ValueError(f"label_smoothing is {options.label_smoothing}, expected 0 <= label_smoothing < 1.")
     if not math.isfinite(options.z_loss_weight):
         raise ValueError(f"z_loss_weight is {options.z_loss_weight}, expected a finite number.")
     if options.accumulation_dtype not in (None, torch.float32):

@@ -159,7 +159,7 @@ def _walk(
         loss[rows] = found
         if kept is not None:
             kept[:, rows] = saved
-        if stats is not None:
+        if stats is not None and about is not None:
             stats[:, rows] = about
         if gradients is not None:
             assert upstream is not None
