@@ -8,6 +8,7 @@ They never import each other.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 from typing import NamedTuple
 
@@ -35,13 +36,15 @@ def choose(device_type: str, columns: int, split: bool) -> Choice:
     """The implementation for logits on a device of this type ('cpu', 'cuda', 'npu', ...).
 
     MCE_IMPLEMENTATION=auto|triton|reference overrides the choice; TE_PARALLEL_CE_FORCE_TRITON=1 means triton.
+    On CPU, `triton` is Triton's interpreter, running the kernels of MCE_TRITON_KERNELS=cuda|ascend
+    (read once).
 
     Args:
         columns: this rank's columns of the vocabulary.
         split: the vocabulary is split over a group of several ranks.
 
     Raises:
-        ValueError: MCE_IMPLEMENTATION has an unknown value.
+        ValueError: MCE_IMPLEMENTATION or MCE_TRITON_KERNELS has an unknown value.
         RuntimeError: what was asked for cannot run here, with the reason; nothing else is run instead.
     """
     large = split or columns >= SMALL_VOCABULARY
@@ -77,6 +80,12 @@ def _decide(device_type: str, large: bool, requested: str, force_triton: str) ->
             requested, why = "triton", "logits on a CUDA device"
         elif device_type == "cpu":
             requested, why = "reference", "logits on the CPU"
+        elif device_type == "npu" and large:
+            requested, why = "triton", f"logits on an NPU, split or at least {SMALL_VOCABULARY} columns"
+        elif device_type == "npu":
+            why = f"logits on an NPU, unsplit and less than {SMALL_VOCABULARY} columns"
+            module = importlib.import_module("megatron_ce_adaptor.implementations.vendor")
+            return Choice(module, module.NAME, why)
         else:
             raise RuntimeError(
                 f"there is no kernel for logits on a {device_type!r} device in this version; "
@@ -89,21 +98,40 @@ def _decide(device_type: str, large: bool, requested: str, force_triton: str) ->
 
 
 def _triton(device_type: str, why: str) -> Choice:
-    if device_type not in ("cuda", "cpu"):
+    if device_type not in ("cuda", "npu", "cpu"):
         raise RuntimeError(
             f"{why} asks for Triton kernels, but there are none for a {device_type!r} device in this version."
         )
+    kernels = _kernels(device_type)
+    package, extra = ("triton", "cuda") if kernels == "cuda" else ("triton-ascend", "npu")
+    advice = (
+        f"install {package} (pip install 'megatron-ce-adaptor[{extra}]') or set MCE_IMPLEMENTATION=reference"
+    )
     try:
         importlib.import_module("triton")
     except ImportError as error:
         raise RuntimeError(
-            f"{why} asks for Triton kernels, but triton cannot be imported ({error}); install it "
-            "(pip install 'megatron-ce-adaptor[cuda]') or set MCE_IMPLEMENTATION=reference."
+            f"{why} asks for Triton kernels, but triton cannot be imported ({error}); {advice}."
         ) from error
-    module = importlib.import_module("megatron_ce_adaptor.implementations.cuda")
+    if device_type == "npu" and importlib.util.find_spec("triton.backends.ascend") is None:
+        raise RuntimeError(
+            f"{why} asks for Triton kernels, but the triton that is installed has no backend for NPUs: {advice}. "
+            "Both are the package 'triton': remove the other one first."
+        )
+    module = importlib.import_module(f"megatron_ce_adaptor.implementations.{kernels}")
     if device_type == "cpu" and not module.INTERPRETED:
         raise RuntimeError(
             f"{why} asks for Triton kernels on CPU tensors, which only Triton's interpreter runs: set "
             "TRITON_INTERPRET=1 before Python starts, or MCE_IMPLEMENTATION=reference."
         )
     return Choice(module, module.NAME, why)
+
+
+def _kernels(device_type: str) -> str:
+    """The module with the launch code: in the interpreter, MCE_TRITON_KERNELS says whose kernels are run."""
+    if device_type != "cpu":
+        return "ascend" if device_type == "npu" else "cuda"
+    wanted = setting("MCE_TRITON_KERNELS") or "cuda"
+    if wanted not in ("cuda", "ascend"):
+        raise ValueError(f"MCE_TRITON_KERNELS is {wanted!r}, expected cuda or ascend.")
+    return wanted

@@ -38,7 +38,17 @@ _INTEGERS = [
     "g_inner_rows", "g_outer_stride", "g_inner_stride", "g_column_stride",
     "n_rows", "n_cols", "first_column", "ignore_index",
 ]  # fmt: skip
-_SMALL_TENSORS = ["Y", "PAYLOAD", "GATHERED", "LOSS", "SAVED", "STATS", "G_LOSS", "COLUMN_WEIGHTS", "ROW_WEIGHTS"]
+_SMALL_TENSORS = [
+    "Y",
+    "PAYLOAD",
+    "GATHERED",
+    "LOSS",
+    "SAVED",
+    "STATS",
+    "G_LOSS",
+    "COLUMN_WEIGHTS",
+    "ROW_WEIGHTS",
+]
 
 
 @triton.jit
@@ -65,26 +75,29 @@ def _tile_at(base, i, column_stride, BLOCK: tl.constexpr, STRIDED: tl.constexpr)
 @triton.jit
 def _add_tile(
     base, COLUMN_WEIGHTS, column_stride, i, end, peak, total, sum_x, weighted,
-    BLOCK: tl.constexpr, STRIDED: tl.constexpr, SMOOTH: tl.constexpr, STATISTICS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STRIDED: tl.constexpr,
+    SMOOTH: tl.constexpr, STATISTICS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Adds columns [i, min(i + BLOCK, end)) to the row's running max, sum of exp, sum of x, sum of exp * (x - max)."""
-    columns = i + tl.arange(0, BLOCK)
+    """Adds columns [i, min(i + BLOCK, end)) to the row's running max, sum of exp, sum of x, sum of exp * (x - max).
+
+    WHOLE: the tile ends before `end`. A masked load fills its tile first, and until that is done it may not start.
+    """
     at = _tile_at(base, i, column_stride, BLOCK, STRIDED)
-    inside = columns < end
-    x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    columns = i + tl.arange(0, BLOCK)
+    if WHOLE:
+        x = tl.load(at).to(tl.float32)
+    else:
+        x = tl.load(at, mask=columns < end, other=float("-inf")).to(tl.float32)
     if SMOOTH:
-        # The -inf that fill up the last tile would spoil the sum: that tile alone is read again.
-        if i + BLOCK <= end:
-            summand = x
-            if WEIGHTED:
-                summand = x * tl.load(COLUMN_WEIGHTS + columns)
-            sum_x += tl.sum(summand)
-        else:
-            summand = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                summand = summand * tl.load(COLUMN_WEIGHTS + columns, mask=inside, other=0.0)
-            sum_x += tl.sum(summand)
+        summand = x
+        if not WHOLE:  # the -inf beyond the end would spoil the sum: read once more, with zeros there
+            summand = tl.load(at, mask=columns < end, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            if WHOLE:
+                summand = summand * tl.load(COLUMN_WEIGHTS + columns)
+            else:
+                summand = summand * tl.load(COLUMN_WEIGHTS + columns, mask=columns < end, other=0.0)
+        sum_x += tl.sum(summand)
     tile_peak = tl.max(x)
     # Seldom true after the first tile, which saves a trip to the vector unit for one exponential. A NaN or a tile of
     # -inf leaves the maximum as it is; a NaN then shows in the sum.
@@ -130,16 +143,23 @@ def row_statistics_kernel(
         total = 0.0
         sum_x = 0.0
         weighted = 0.0
-        for i in range(0, cut, BLOCK):
-            peak, total, sum_x, weighted = _add_tile(
-                base, COLUMN_WEIGHTS, column_stride, i, cut, peak, total, sum_x, weighted,
-                BLOCK, STRIDED, SMOOTH, STATISTICS, WEIGHTED,
-            )  # fmt: skip
-        for i in range(cut + 1, end, BLOCK):
+        # whole tiles of [0, cut) and of [cut + 1, end), then what is left of both
+        before = cut // BLOCK
+        after = tl.maximum(end - cut - 1, 0) // BLOCK
+        for tile in range(0, before + after):
+            i = tl.where(tile < before, tile * BLOCK, cut + 1 + (tile - before) * BLOCK)
             peak, total, sum_x, weighted = _add_tile(
                 base, COLUMN_WEIGHTS, column_stride, i, end, peak, total, sum_x, weighted,
-                BLOCK, STRIDED, SMOOTH, STATISTICS, WEIGHTED,
+                BLOCK, True, STRIDED, SMOOTH, STATISTICS, WEIGHTED,
             )  # fmt: skip
+        for part in range(0, 2):
+            i = tl.where(part == 0, before * BLOCK, cut + 1 + after * BLOCK)
+            stop = tl.where(part == 0, cut, end)
+            if i < stop:
+                peak, total, sum_x, weighted = _add_tile(
+                    base, COLUMN_WEIGHTS, column_stride, i, stop, peak, total, sum_x, weighted,
+                    BLOCK, False, STRIDED, SMOOTH, STATISTICS, WEIGHTED,
+                )  # fmt: skip
         x_target = float("-inf")
         if cut < end:
             x_target = tl.load(base + tl.cast(cut, tl.int64) * column_stride).to(tl.float32)
@@ -269,9 +289,45 @@ def merge_kernel(
             shown = live & known
             tl.store(STATS + start + lanes, lse, mask=inside)
             tl.store(STATS + n_rows + start + lanes, tl.where(shown, -nll, 0.0), mask=inside)
-            tl.store(STATS + 2 * n_rows + start + lanes, log_joint - (d_others + d_target) / joint_total, mask=inside)
+            tl.store(
+                STATS + 2 * n_rows + start + lanes,
+                log_joint - (d_others + d_target) / joint_total,
+                mask=inside,
+            )
             correct = tl.where(x_target >= peak, 1.0, 0.0)
             tl.store(STATS + 3 * n_rows + start + lanes, tl.where(shown, correct, 0.0), mask=inside)
+
+
+@triton.jit
+def _gradient_tile(
+    base, g_base, COLUMN_WEIGHTS, column_stride, g_column_stride, i, n_cols,
+    peak, log_total, factor, subtrahend,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STRIDED: tl.constexpr, G_STRIDED: tl.constexpr,
+    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of columns [i, min(i + BLOCK, n_cols)) as if none were the target's."""
+    at = _tile_at(base, i, column_stride, BLOCK, STRIDED)
+    g_at = _tile_at(g_base, i, g_column_stride, BLOCK, G_STRIDED)
+    columns = i + tl.arange(0, BLOCK)
+    if WHOLE:
+        x = tl.load(at).to(tl.float32)
+    else:
+        x = tl.load(at, mask=columns < n_cols, other=0.0).to(tl.float32)
+    # in this order: x - (peak + log_total) would lose the digits of large logits
+    gradient = tl.exp((x - peak) - log_total) * factor
+    if SMOOTH:
+        if WEIGHTED:
+            if WHOLE:
+                weights = tl.load(COLUMN_WEIGHTS + columns)
+            else:
+                weights = tl.load(COLUMN_WEIGHTS + columns, mask=columns < n_cols, other=0.0)
+            gradient = gradient - weights * subtrahend
+        else:
+            gradient = gradient - subtrahend
+    if WHOLE:
+        tl.store(g_at, gradient.to(g_base.dtype.element_ty))
+    else:
+        tl.store(g_at, gradient.to(g_base.dtype.element_ty), mask=columns < n_cols)
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
@@ -285,7 +341,7 @@ def gradient_kernel(
     inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int32,
     g_inner_rows: tl.int64, g_outer_stride: tl.int64, g_inner_stride: tl.int64, g_column_stride: tl.int32,
     n_rows: tl.int64, n_cols: tl.int32, first_column: tl.int64, ignore_index: tl.int64,
-    label_smoothing, double_z_loss_weight, per_class, one_class,   # fp32; per_class = label_smoothing / V, one_class = 1 / V
+    label_smoothing, one_less_smoothing, per_class, one_class, double_z_loss_weight,   # fp32, see `ascend.gradient`
     BLOCK: tl.constexpr, TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr,
     STRIDED: tl.constexpr, G_STRIDED: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -301,11 +357,10 @@ def gradient_kernel(
         grad_target = tl.load(SAVED + 2 * n_rows + row)
         base = X + _row_offset(row, inner_rows, outer_stride, inner_stride, TWO_LEVEL)
         g_base = G_X + _row_offset(row, g_inner_rows, g_outer_stride, g_inner_stride, G_TWO_LEVEL)
-        readable = tl.where(live, n_cols, 0)
 
         # grad = scale * (p * (own + shared) - per_class * w[c]), at the target
         #        scale * (grad_target * own + p * shared - per_class * w[y])
-        own = 1.0 - label_smoothing
+        own = one_less_smoothing
         shared = label_smoothing
         factor = scale
         subtrahend = scale * per_class
@@ -318,20 +373,25 @@ def gradient_kernel(
             factor = scale * (own + shared)
         elif WEIGHTED:
             factor = scale * (own + shared)
-        for i in range(0, n_cols, BLOCK):
-            columns = i + tl.arange(0, BLOCK)
-            at = _tile_at(base, i, column_stride, BLOCK, STRIDED)
-            x = tl.load(at, mask=columns < readable, other=0.0).to(tl.float32)
-            # in this order: x - (peak + log_total) would lose the digits of large logits
-            gradient = tl.exp((x - peak) - log_total) * factor
-            if SMOOTH:
-                if WEIGHTED:
-                    weights = tl.load(COLUMN_WEIGHTS + columns, mask=columns < n_cols, other=0.0)
-                    gradient = gradient - weights * subtrahend
-                else:
-                    gradient = gradient - subtrahend
-            g_at = _tile_at(g_base, i, g_column_stride, BLOCK, G_STRIDED)
-            tl.store(g_at, gradient.to(G_X.dtype.element_ty), mask=columns < n_cols)
+        whole = n_cols // BLOCK * BLOCK
+        if live:
+            for i in range(0, whole, BLOCK):
+                _gradient_tile(
+                    base, g_base, COLUMN_WEIGHTS, column_stride, g_column_stride, i, n_cols,
+                    peak, log_total, factor, subtrahend,
+                    BLOCK, True, STRIDED, G_STRIDED, SMOOTH, WEIGHTED,
+                )  # fmt: skip
+            if whole < n_cols:
+                _gradient_tile(
+                    base, g_base, COLUMN_WEIGHTS, column_stride, g_column_stride, whole, n_cols,
+                    peak, log_total, factor, subtrahend,
+                    BLOCK, False, STRIDED, G_STRIDED, SMOOTH, WEIGHTED,
+                )  # fmt: skip
+        else:
+            for i in range(0, n_cols, BLOCK):
+                g_at = _tile_at(g_base, i, g_column_stride, BLOCK, G_STRIDED)
+                zeros = tl.zeros([BLOCK], G_X.dtype.element_ty)
+                tl.store(g_at, zeros, mask=i + tl.arange(0, BLOCK) < n_cols)
         shifted = label - first_column
         if live & (shifted >= 0) & (shifted < n_cols):
             exact = scale * (grad_target * own + (1.0 + grad_target) * shared)
