@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -21,6 +22,7 @@ from megatron_ce_adaptor.vocab_shard import VocabShard
 
 __all__ = [
     "LogitsLayout",
+    "check_class_weight",
     "check_described",
     "check_label_dtype",
     "distributed",
@@ -105,7 +107,7 @@ def logits_layout(
     wrong = [d for d, p in enumerate(placements) if not (p.is_replicate() or _sharded_dim(p) is not None)]
     if wrong:
         raise ValueError(
-            f"{what}: mesh dimension {wrong[0]} is {placements[wrong[0]]}, expected Shard or Replicate; "
+            f"{what}: mesh dimension {wrong[0]} is {placements[wrong[0]]!r}, expected Shard or Replicate; "
             "redistribute the logits first."
         )
     if len(tp_dims) > 1 or (tp_dims and not _is_plain_shard(placements[tp_dims[0]])):
@@ -179,7 +181,7 @@ def local_labels(labels: Tensor, layout: LogitsLayout) -> Tensor:
                 f"with placements {layout.placements}: redistribute the labels, which takes communication."
             )
         labels = labels.redistribute(layout.mesh, wanted)
-    return labels.to_local()
+    return _arrived(labels.to_local())
 
 
 def local_class_weight(weight: Tensor | None, layout: LogitsLayout) -> Tensor | None:
@@ -188,6 +190,8 @@ def local_class_weight(weight: Tensor | None, layout: LogitsLayout) -> Tensor | 
     Raises:
         ValueError: DTensor weights on another mesh or not replicated.
     """
+    if weight is not None:
+        check_class_weight(weight, layout.shard.total_columns)
     if not isinstance(weight, DTensor):
         return weight
     if weight.device_mesh != layout.mesh or not all(p.is_replicate() for p in weight.placements):
@@ -196,7 +200,7 @@ def local_class_weight(weight: Tensor | None, layout: LogitsLayout) -> Tensor | 
             f"Replicate on every dimension of {_mesh_text(layout.mesh)}: each rank needs the whole "
             "vocabulary's class weights."
         )
-    return weight.to_local()
+    return _arrived(weight.to_local())
 
 
 def check_label_dtype(labels: Any) -> None:
@@ -230,28 +234,42 @@ def check_described(layout: LogitsLayout, group: Any, global_vocab_size: int | N
         )
 
 
-def local_logits(logits: DTensor) -> Tensor:
+def local_logits(logits: DTensor, overwritten: bool = False) -> Tensor:
     """This rank's part, sharing its memory; the gradient of it becomes one of the logits' placements.
+
+    Args:
+        overwritten: backward will have replaced this memory: it then marks the DTensor, which has a version
+            of its own, as modified.
 
     `DTensor.to_local` reckons the gradient's global strides from this rank's sizes. Where shards are uneven
     these are not the logits', and autograd then copies the gradient into a replicated tensor.
     """
-    return _LocalLogits.apply(logits)
+    return _LocalLogits.apply(logits, overwritten)
+
+
+def _arrived(local: Tensor) -> Tensor:
+    """The tensor itself where it is the result of a collective that may still run."""
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 class _LocalLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: DTensor) -> Tensor:
+    def forward(ctx: Any, logits: DTensor, overwritten: bool) -> Tensor:
         ctx.mesh, ctx.placements = logits.device_mesh, logits.placements
         ctx.shape, ctx.stride = logits.shape, logits.stride()
-        local = logits._local_tensor
+        if overwritten:
+            ctx.save_for_backward(logits)
+        local = _arrived(logits._local_tensor)
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return DTensor.from_local(
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        for logits in ctx.saved_tensors:
+            torch.autograd.graph.increment_version(logits)
+        distributed_grad = DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
+        return distributed_grad, None
 
 
 def is_sharded_on(tensor: DTensor, dim: int) -> bool:
@@ -269,6 +287,18 @@ def distributed(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
     )
+
+
+def check_class_weight(weight: Any, classes: int) -> None:
+    """Raises TypeError or ValueError unless `weight` holds a floating-point number for each class."""
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        found = f"a tensor of {weight.dtype}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+        raise TypeError(f"weight is {found}, expected a floating-point tensor of class weights.")
+    if tuple(weight.shape) != (classes,):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, expected ({classes},): one for each class of the whole "
+            "vocabulary, on every rank."
+        )
 
 
 def _only_cuts(have: Sequence[Placement], wanted: Sequence[Placement]) -> bool:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics, cross_entropy
+from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics, cross_entropy, overwrite_obstacle
 from megatron_ce_adaptor.dtensor.chunked_shard import ChunkedShard, chunked_shard
 from megatron_ce_adaptor.dtensor.layout import (
     LogitsLayout,
+    check_class_weight,
     check_described,
     check_label_dtype,
     distributed,
@@ -138,7 +139,11 @@ def dtensor_cross_entropy(
         raise ValueError(
             f"the batch is empty: logits have shape {tuple(logits.shape)}, expected at least one token."
         )
-    rows = local_logits(logits).movedim(layout.class_dim, -1)
+    overwrite = terms.overwrite_input and logits.requires_grad and torch.is_grad_enabled()
+    obstacle = overwrite_obstacle(logits) if overwrite else None
+    if obstacle is not None:
+        raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
+    rows = local_logits(logits, overwrite).movedim(layout.class_dim, -1)
     # before the losses: should a label be no class, the ranks that see it raise only after this collective
     total = (
         _total(targets, class_weight, layout.shard, rows, terms, layout)
@@ -182,6 +187,8 @@ def _plain_cross_entropy(
         shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     else:
         shard = chunked_shard(group, logits.shape[-1], global_vocab_size)
+    if weight is not None:
+        check_class_weight(weight, shard.total_columns)
     if terms.reduction == "mean" and labels.numel() == 0:
         raise ValueError(f"the batch is empty: logits have shape {tuple(logits.shape)}, which has no mean.")
     total = _total(labels, weight, shard, logits, terms, None) if terms.reduction == "mean" else None

@@ -1,0 +1,51 @@
+"""Fixtures of the DTensor tests: processes for a mesh, as tests/unit has them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# --import-mode=importlib leaves these out; ranks inherit them.
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tp_harness import RankPool
+
+Run = Callable[..., list[object]]
+
+CALL_LIMIT_S = 60.0
+"""A rank that waits in a collective for one that has raised is a failure after this time at the latest."""
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[Run]:
+    """`run_ranks(world_size, function, *args)`: `function(rank, *args)` on gloo processes that stay up for
+    the session; the results in rank order."""
+    pools: dict[int, RankPool] = {}
+
+    def run(
+        world_size: int, function: Callable[..., object], *args: object, **options: object
+    ) -> list[object]:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size].run(function, *args, **{"timeout_s": CALL_LIMIT_S, **options})
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def no_failures() -> Callable[[list[object]], None]:
+    """Fails with what the ranks found wrong: each returned (number of checks, list of sentences)."""
+
+    def check(outcomes: list[object]) -> None:
+        counts, failures = zip(*outcomes, strict=True)  # type: ignore[call-overload]
+        assert min(counts) > 0, "a rank checked nothing"
+        found = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
+        assert not found, f"{len(found)} of {sum(counts)} checks failed:\n" + "\n".join(found[:20])
+
+    return check
