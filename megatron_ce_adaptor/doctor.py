@@ -20,6 +20,7 @@ _PACKAGES = (
     "torch-npu",
     "triton-ascend",
     "mindspeed",
+    "megatron-adaptor",
 )
 _MEGATRON_MODULES = (
     "megatron.core.models.common.language_module.language_module",
@@ -38,6 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-megatron", action="store_true", help="do not import Megatron (it takes seconds)"
     )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this first, as your pretrain script does, to see who owns what; may be given again, "
+        "such as --import megatron_adaptor --import mindspeed.megatron_adaptor",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     print("settings: " + (", ".join(f"{k}={v}" for k, v in settings.items()) or "none, all defaults"))
 
     healthy = True
+    for module in args.imports:
+        healthy &= _import(module)
     print("cross entropy:")
     for device, problem in _devices():
         healthy &= _show_device(device, problem)
@@ -122,4 +134,23 @@ def _show_patches() -> bool:
     print("\n".join(f"  {line}" for line in str(status).splitlines()))
     for problem in status.problems:
         print(f"! {problem.target}: {problem.state.value}")
+    _show_neighbours()
     return status.ok
+
+
+def _import(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        print(f"! {module} cannot be imported: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _show_neighbours() -> None:
+    from megatron_ce_adaptor.megatron import neighbours
+
+    active = ", ".join(f"{name} {version}" for name, version in neighbours.active().items())
+    print(f"beside Megatron: {active or 'nobody'}")
+    for what, owner in neighbours.owners().items():
+        print(f"  {what}: {owner}")

@@ -8,6 +8,7 @@ import getpass
 import importlib.metadata
 import importlib.util
 import ipaddress
+import json
 import os
 import platform
 import re
@@ -21,11 +22,14 @@ from typing import Any
 
 _PACKAGES = (
     "torch", "triton", "megatron-core", "numpy", "transformers", "tokenizers", "megatron-ce-adaptor",
-    "torch-npu", "triton-ascend", "mindspeed", "megatron-adaptor", "transformer-engine", "apex",
-    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "torch-npu", "triton-ascend", "mindspeed", "mindspeed-llm", "megatron-adaptor", "transformer-engine",
+    "apex", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 _VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "HCCL_", "ASCEND_", "MCE_", "OMP_", "TORCH_", "TE_", "TRITON_",
-                      "PYTORCH_", "TASK_QUEUE_", "COMBINED_", "GLOO_")  # fmt: skip
+                      "PYTORCH_", "TASK_QUEUE_", "COMBINED_", "GLOO_", "CPU_AFFINITY_", "STREAMS_PER_DEVICE",
+                      "INF_NAN_", "ATB_", "NPUS_PER_NODE", "NNODES")  # fmt: skip
+# The line of megatron/neighbours.py, which this package may not import.
+_NEIGHBOURS = re.compile(r"megatron_ce_adaptor: beside Megatron: (\{.*\})")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 _IPV4 = re.compile(r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.]*\d)")
 _MAYBE_IPV6 = re.compile(r"(?<![\w:])[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*(?![\w:])")
@@ -35,6 +39,12 @@ _CANN_VERSION_FILES = ("version.cfg", "latest/version.cfg", "ascend_toolkit_inst
                        "latest/compiler/version.info", "latest/toolkit/version.info",
                        "x86_64-linux/ascend_toolkit_install.info",
                        "aarch64-linux/ascend_toolkit_install.info")  # fmt: skip
+_NPU_DRIVER_FILES = {
+    "driver": "/usr/local/Ascend/driver/version.info",
+    "firmware": "/usr/local/Ascend/firmware/version.info",
+}
+# Usually installed with `pip install -e` from a branch, so that a version number says little.
+_CHECKOUTS = ("megatron_adaptor", "transformer_engine", "mindspeed", "mindspeed_llm")
 _NVIDIA_QUERY = (
     "index,name,driver_version,memory.total,compute_cap,power.limit,clocks.max.sm,mig.mode.current"
 )
@@ -54,16 +64,37 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch cuda": _torch_cuda_version(),
         "git commit": _git_commit(),
-        "mindspeed active": any(
-            name in sys.modules for name in ("mindspeed.megatron_adaptor", "megatron_adaptor")
-        ),
+        "git commits of the stack": _stack_commits(os.environ.get("MEGATRON_PATH")),
+        # Of this process; a launcher puts what the ranks say in its place, see with_neighbours().
+        "mindspeed active": "mindspeed.megatron_adaptor" in sys.modules,
         "nvidia-smi": _output(["nvidia-smi", f"--query-gpu={_NVIDIA_QUERY}", "--format=csv"]),
         "npu-smi": _without_processes(_output(["npu-smi", "info"])),
         "CANN": _cann_version(),
+        **{f"NPU {what}": _first_version_line(path) for what, path in _NPU_DRIVER_FILES.items()},
         "variables": _variables(os.environ),
     }
     # Versions are not searched for addresses: 2.32.3.1 is one of NCCL's.
     return {**redact(facts), "packages": {name: v for name, v in versions.items() if v is not None}}
+
+
+def with_neighbours(facts: Mapping[str, Any], log: Path) -> dict[str, Any]:
+    """`facts` with what rank 0 printed at its end about the packages beside Megatron, if it did."""
+    found = None
+    with contextlib.suppress(OSError), log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if (match := _NEIGHBOURS.search(line)) is not None:
+                found = match[1]
+    try:
+        told = json.loads(found) if found else None
+    except ValueError:  # cut off, or mixed with another rank's line
+        told = None
+    if not isinstance(told, dict) or not isinstance(told.get("active"), dict):
+        return dict(facts)
+    return {
+        **facts,
+        "mindspeed active": "mindspeed.megatron_adaptor" in told["active"],
+        "beside Megatron": told,
+    }
 
 
 def redact(value: Any) -> Any:
@@ -141,11 +172,37 @@ def _git_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not (root / "megatron_ce_adaptor").is_dir():
         return None
-    commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    return _commit_of(root)
+
+
+def _commit_of(folder: Path) -> str | None:
+    commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if not commit:
         return None
-    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
     return commit.strip() + ("+changes" if changed and changed.strip() else "")
+
+
+def _stack_commits(megatron_path: str | None) -> dict[str, str] | None:
+    """Commit of each part of the stack that runs from a checkout of its own, `+changes` where it differs."""
+    folders = {"megatron-lm": Path(megatron_path).expanduser()} if megatron_path else {}
+    for name in _CHECKOUTS:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None and spec.origin and "site-packages" not in spec.origin:
+            folders[name] = Path(spec.origin).parent
+    commits = {name: commit for name, folder in folders.items() if (commit := _commit_of(folder))}
+    return commits or None
+
+
+def _first_version_line(path: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.lower().startswith("version"):
+                return line.strip()[:200]
+    return None
 
 
 def _os_name() -> str:

@@ -95,7 +95,11 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run or os.environ.get("DRY_RUN", "0") not in ("", "0"):
             print(plan.as_shell())
             return COMPLETE
-        preflight.check_device(plan.added_environment.get("MCE_DEVICE", ""), plan.config)
+        device = plan.added_environment.get("MCE_DEVICE", "")
+        preflight.check_megatron_path(plan.variables)
+        preflight.check_device(
+            device, plan.config, plan.processes, {**plan.variables, **plan.added_environment}
+        )
         preflight.check_data(plan.config, plan.variables)
         preflight.check_port(plan.machines)
         preflight.check_output_folder(plan.folder)
@@ -125,6 +129,11 @@ class Plan:
     @property
     def steps(self) -> int:
         return self.config.integer("--train-iters", 0, self.variables)
+
+    @property
+    def holds_last_rank(self) -> bool:
+        """Whether this machine runs the rank that prints Megatron's iteration lines."""
+        return self.machines.node_rank == self.machines.nodes - 1
 
     @property
     def added_environment(self) -> dict[str, str]:
@@ -300,14 +309,15 @@ def _train(plan: Plan, log: BinaryIO) -> int:
             [plan.torchrun, *plan.entry],
             plan.processes,
         )
-        write_atomically(folder / "env.json", strict_json(environment.collect()))
+        facts = environment.collect()
+        write_atomically(folder / "env.json", strict_json(facts))
     except OSError as error:
         raise Refused(f"The output folder {folder} cannot be written: {error.strerror or error}.") from error
 
     partial = folder / f"{plan.name}.log.partial"
     with _Signals() as signals:
         code, message = _supervise(plan, log, signals)
-    if code == 0:
+    if code == 0 and plan.holds_last_rank:
         try:
             _check_length(parse_log(partial), plan.steps)
         except LogError as error:
@@ -316,6 +326,7 @@ def _train(plan: Plan, log: BinaryIO) -> int:
     try:
         reserve.unlink(missing_ok=True)
         partial.replace(final)
+        write_atomically(folder / "env.json", strict_json(environment.with_neighbours(facts, final)))
         status.exit_code, status.complete, status.message = code, code == 0, message
         status.write(folder, plan.name)
     except OSError as error:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import importlib.util
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ce_adaptor.longrun import npu_stack
 from megatron_ce_adaptor.longrun.config import RunConfig
 from megatron_ce_adaptor.longrun.data_errors import DatasetError
 from megatron_ce_adaptor.longrun.indexed_dataset import check_indexed_dataset
+from megatron_ce_adaptor.longrun.vocabulary import file_vocabulary, folder_vocabulary
 
 # Logs and records take a few MiB; checkpoints, where a configuration saves them, are the user's to reckon.
 LEAST_FREE_BYTES = 64 * 2**20
 
 _DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _TOKENIZER_FOLDER_TYPES = ("HuggingFaceTokenizer",)
+_VOCAB_FILE_TYPE = "GPT2BPETokenizer"
 
 
 class Refused(Exception):
@@ -90,24 +92,49 @@ def check_port(machines: Machines) -> None:
             ) from None
 
 
-def check_device(device: str, config: RunConfig) -> None:
+def check_device(device: str, config: RunConfig, processes: int, variables: Mapping[str, str]) -> None:
     """Refuse a run on an accelerator that this machine does not have, before a process a card is started."""
     if device not in ("cuda", "npu"):
         return
-    import torch
+    if device == "npu" and (problem := npu_stack.problem(processes, variables)):
+        raise Refused(problem)
+    try:
+        import torch  # which itself imports torch_npu, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
 
-    if device == "npu" and importlib.util.find_spec("torch_npu") is not None:
-        importlib.import_module("torch_npu")
+        if device == "npu":
+            importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0]
+        what = "torch_npu" if device == "npu" else "torch"
+        raise Refused(
+            f"{what} cannot be imported ({first}): does it fit what is installed below it?"
+        ) from error
     accelerator = getattr(torch, device, None)
     if accelerator is None or not accelerator.is_available():
         raise Refused(
             f"{config.path} runs on {device}, and torch finds no {device} device here: run it where there is "
             "one, or choose a configuration for the CPU, such as configs/cpu_small.yaml."
         )
+    if device == "npu" and (count := accelerator.device_count()) < processes:
+        raise Refused(
+            f"{processes} processes need {processes} NPUs, but torch_npu finds {count}: set "
+            f"NPUS_PER_NODE={count} and TP, PP and EP to sizes that fit, or free the other cards."
+        )
+
+
+def check_megatron_path(variables: Mapping[str, str]) -> None:
+    """Refuse a MEGATRON_PATH that is no checkout of Megatron-LM."""
+    path = variables.get("MEGATRON_PATH")
+    if path and not (Path(path).expanduser() / "pretrain_gpt.py").is_file():
+        raise Refused(
+            f"MEGATRON_PATH is {path}, but there is no pretrain_gpt.py in it: set it to a checkout of "
+            "Megatron-LM, or unset it to train on the installed megatron-core."
+        )
 
 
 def check_data(config: RunConfig, variables: Mapping[str, str]) -> None:
-    """Refuse token files and tokenizers that are missing or damaged."""
+    """Refuse token files and tokenizers that are missing, damaged, or do not belong together."""
+    vocabulary = check_tokenizer(config, variables)
     if not config.is_set("--mock-data"):
         for flag in _DATA_FLAGS:
             words = config.values(flag, variables)
@@ -115,26 +142,51 @@ def check_data(config: RunConfig, variables: Mapping[str, str]) -> None:
             blend = len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2]))
             for prefix in words[1::2] if blend else words:
                 try:
-                    check_indexed_dataset(prefix)
+                    check_indexed_dataset(prefix, vocabulary, sample=True)
                 except DatasetError as error:
                     raise Refused(
                         f"{flag} {prefix}: {error}; make the data with `megatron-ce prepare-data`."
                     ) from error
-    check_tokenizer(config, variables)
 
 
-def check_tokenizer(config: RunConfig, variables: Mapping[str, str]) -> None:
+def check_tokenizer(config: RunConfig, variables: Mapping[str, str]) -> int | None:
+    """Refuse a tokenizer that is not there; the number of its ids, None where its files do not tell."""
     kind = " ".join(config.values("--tokenizer-type", variables))
-    for word in config.values("--tokenizer-model", variables):
-        path = Path(word)
-        if kind in _TOKENIZER_FOLDER_TYPES:
-            if not (path.is_dir() and any(path.glob("tokenizer*"))):
-                raise Refused(
-                    f"--tokenizer-model {word} is no tokenizer folder: expected one with tokenizer.json; "
-                    "`megatron-ce prepare-data` makes it."
-                )
-        elif not path.exists():
-            raise Refused(f"--tokenizer-model {word} does not exist.")
+    words = config.values("--tokenizer-model", variables)
+    read: Callable[[Path], int | None]
+    if kind == _VOCAB_FILE_TYPE:
+        read, path = file_vocabulary, _vocabulary_file(config, variables)
+    elif kind in _TOKENIZER_FOLDER_TYPES:
+        if not words:
+            raise Refused(
+                f"--tokenizer-type {kind} needs --tokenizer-model: set TOKENIZER_MODEL to its folder."
+            )
+        read, path = folder_vocabulary, Path(words[0])
+        if not (path.is_dir() and any(path.glob("tokenizer*"))):
+            raise Refused(
+                f"--tokenizer-model {path} is no tokenizer folder: expected one with tokenizer.json; "
+                "`megatron-ce prepare-data` makes it."
+            )
+    else:
+        for word in words:
+            if not Path(word).exists():
+                raise Refused(f"--tokenizer-model {word} does not exist.")
+        return None
+    try:
+        return read(path)
+    except ValueError as error:
+        raise Refused(f"The tokenizer cannot be used: {error}") from error
+
+
+def _vocabulary_file(config: RunConfig, variables: Mapping[str, str]) -> Path:
+    """GPT-2's two files. Without them Megatron would download others."""
+    for flag, name in (("--vocab-file", "VOCAB_FILE"), ("--merge-file", "MERGE_FILE")):
+        words = config.values(flag, variables)
+        if not words:
+            raise Refused(f"--tokenizer-type {_VOCAB_FILE_TYPE} needs {flag}: set {name}.")
+        if not Path(words[0]).is_file():
+            raise Refused(f"{flag} {words[0]} does not exist.")
+    return Path(config.values("--vocab-file", variables)[0])
 
 
 def check_output_folder(folder: Path, least_free: int = LEAST_FREE_BYTES) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_ce_adaptor  # noqa: F401  installs the hook that patches Megatron when it is imported
+from megatron_ce_adaptor.megatron import neighbours
 
 _PROGRAM_START = time.time()
 
@@ -252,6 +253,7 @@ def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
     check_arguments(argv, megatron_path)
     check_process_count(argv, world_size)
     device = choose_device(os.environ.get("MCE_DEVICE"))
+    neighbours.report_at_exit()
     if script is not None:
         sys.path.insert(0, str(script.parent))
         prepare_device(device)

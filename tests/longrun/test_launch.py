@@ -538,7 +538,7 @@ def test_every_part_of_a_blend_is_checked(tmp_path: Path) -> None:
     config = load_config(data_config(tmp_path, "  --data-path: [0.3, first, 0.7, second]\n"))
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "check_indexed_dataset", seen.append)
+        patch.setattr(preflight, "check_indexed_dataset", lambda prefix, *more, **named: seen.append(prefix))
         preflight.check_data(config, {})
     assert seen == ["first", "second"]
 
