@@ -150,67 +150,61 @@ def cross_entropy(
             loss (see `ClassWeights`). No gradient flows into it.
     """
     compiling = torch.compiler.is_compiling()
-    _validate_once(compiling, logits, target, ignore_index, label_smoothing, z_loss_weight)
-    if shard is None:
+    terms = _valid_terms(compiling, logits, target, ignore_index, label_smoothing, z_loss_weight)
+    if shard is None and group is not None:
         shard = VocabShard.of_equal_shards(group, logits.shape[-1])
+    if shard is not None:
+        terms = Terms(shard, *terms[1:])
     labels = target if target.dim() == 1 else target.reshape(-1)
     if overwrite_input and logits.requires_grad and torch.is_grad_enabled():
         obstacle = overwrite_obstacle(logits)
         if obstacle is not None:
             raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
-    terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
-    weights = None
+    weights: tuple[Tensor, ...] = ()
     if class_weight is not None:
-        weights = _class_weights(class_weight, logits, labels, shard)
+        weights = _class_weights(class_weight, logits, labels, terms.shard)
     if compiling:
-        loss, stats = _CompiledCrossEntropy.apply(logits, labels, weights, terms, return_statistics)
+        result = _CompiledCrossEntropy.apply(logits, labels, terms, return_statistics, *weights)
     else:
-        choice = choose(logits.device.type, shard.columns, shard.group is not None)
+        choice = choose(logits.device.type, terms.shard.columns, terms.shard.group is not None)
         note_use(choice.name)
         how = (choice.module, terms, return_statistics, overwrite_input)
-        loss, stats = _CrossEntropy.apply(logits, labels, *(weights or (None, None)), how)
+        result = _CrossEntropy.apply(logits, labels, how, *weights)
         if _labels_are_checked(check_labels, logits):
             # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and
             # one that raised would leave the others waiting in the collective.
-            _check_labels(target, shard.total_columns, ignore_index)
+            _check_labels(target, terms.shard.total_columns, ignore_index)
     if not return_statistics:
-        return loss
+        return result
+    loss, stats = result
     lse, target_log_prob, entropy, correct = (row.view(loss.shape) for row in stats)
     return loss, CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Logits [..., C], labels [N], class weights (see `ClassWeights`) or None, and how to go about it, to
-    (loss [...], statistics [4, N] or None).
+    """Logits [..., C], labels [N], how to go about it and the two tensors of `ClassWeights` or none, to
+    loss [...], or (loss, statistics [4, N]) where asked for.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        column_weights: Tensor | None,
-        row_weights: Tensor | None,
-        how: tuple[ModuleType, Terms, bool, bool],
-    ) -> tuple[Tensor, Tensor | None]:
-        module, terms, statistics, ctx.overwrite = how
-        ctx.module, ctx.terms = module, terms
-        if column_weights is None or row_weights is None:
-            loss, saved, stats = dispatch.forward_pass(module, logits, labels, terms, None, statistics)
-            ctx.save_for_backward(logits, labels, saved)
-        else:
-            weights = ClassWeights(column_weights, row_weights)
-            loss, saved, stats = dispatch.forward_pass(module, logits, labels, terms, weights, statistics)
-            ctx.save_for_backward(logits, labels, saved, column_weights, row_weights)
+        ctx: Any, logits: Tensor, labels: Tensor, how: tuple[ModuleType, Terms, bool, bool], *weights: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.how = how
+        ctx.overwritten = False
+        module, terms, statistics, _ = how
+        class_weights = ClassWeights(*weights) if weights else None
+        loss, saved, stats = dispatch.forward_pass(module, logits, labels, terms, class_weights, statistics)
+        ctx.save_for_backward(logits, labels, saved, *weights)
         if logits.dim() != 2:
             loss = loss.view(logits.shape[:-1])
-        if stats is not None:
-            ctx.mark_non_differentiable(stats)
-        ctx.overwritten = False
+        if stats is None:
+            return loss
+        ctx.mark_non_differentiable(stats)
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "parallel_cross_entropy has no second derivative: call backward() or torch.autograd.grad() "
@@ -222,20 +216,19 @@ class _CrossEntropy(torch.autograd.Function):
                 "their gradient in the first backward; pass overwrite_input=False to go backward twice "
                 "(retain_graph=True)."
             )
+        module, terms, _, overwrite = ctx.how
         logits, labels, saved, *weights = ctx.saved_tensors
-        grad_rows = grad_loss if grad_loss.dim() == 1 else grad_loss.reshape(-1)
         class_weights = ClassWeights(*weights) if weights else None
-        if ctx.overwrite:
-            grad = logits.detach()
-            dispatch.backward_pass(ctx.module, grad, labels, saved, grad_rows, grad, ctx.terms, class_weights)
-            torch.autograd.graph.increment_version(grad)
-            ctx.overwritten = True
+        grad_rows = grad_loss if grad_loss.dim() == 1 else grad_loss.reshape(-1)
+        if overwrite:
+            logits = grad = logits.detach()
         else:
             grad = empty_gradient(logits)
-            dispatch.backward_pass(
-                ctx.module, logits, labels, saved, grad_rows, grad, ctx.terms, class_weights
-            )
-        return grad, None, None, None, None
+        dispatch.backward_pass(module, logits, labels, saved, grad_rows, grad, terms, class_weights)
+        if overwrite:
+            torch.autograd.graph.increment_version(grad)
+            ctx.overwritten = True
+        return (grad, None, None, *(None for _ in weights))
 
 
 class _CompiledCrossEntropy(torch.autograd.Function):
@@ -243,20 +236,13 @@ class _CompiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        weights: ClassWeights | None,
-        terms: Terms,
-        statistics: bool,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, logits: Tensor, labels: Tensor, terms: Terms, statistics: bool, *weights: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shard, ignore_index, label_smoothing, z_loss_weight = terms
-        column_weights, row_weights = weights or (None, None)
         loss, saved, stats = dispatch.forward_operator(
             logits,
             labels,
-            column_weights,
-            row_weights,
+            *(weights or (None, None)),
             shard.group.group_name if shard.group is not None else "",
             shard.first_column,
             shard.total_columns,
@@ -268,22 +254,23 @@ class _CompiledCrossEntropy(torch.autograd.Function):
         )
         if logits.dim() != 2:
             loss = loss.view(logits.shape[:-1])
-        ctx.mark_non_differentiable(stats)
-        ctx.save_for_backward(logits, labels, saved, column_weights, row_weights)
+        ctx.save_for_backward(logits, labels, saved, *weights)
         ctx.terms = terms
+        if not statistics:
+            return loss
+        ctx.mark_non_differentiable(stats)
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, saved, column_weights, row_weights = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        logits, labels, saved, *weights = ctx.saved_tensors
         shard, ignore_index, label_smoothing, z_loss_weight = ctx.terms
         grad = dispatch.backward_operator(
             logits,
             labels,
             saved,
             grad_loss.reshape(-1),
-            column_weights,
-            row_weights,
+            *(weights or (None, None)),
             shard.group is not None,
             shard.first_column,
             shard.total_columns,
@@ -291,32 +278,44 @@ class _CompiledCrossEntropy(torch.autograd.Function):
             label_smoothing,
             z_loss_weight,
         )
-        return grad, None, None, None, None
+        return (grad, None, None, None, *(None for _ in weights))
 
 
-# What `_validate` has found right, by all that it looks at.
-_valid: set[tuple[Any, ...]] = set()
-_MOST_VALID = 4096
+# The terms of a call over an unsplit vocabulary by all that `_validate` looks at: a call like an earlier one
+# is valid, and finding that out takes less time than checking.
+_terms: dict[tuple[Any, ...], Terms] = {}
+_MOST_TERMS = 4096
 
 
-def _validate_once(compiling: bool, *inputs: Any) -> None:
-    if compiling:
-        _validate(*inputs)
-        return
-    try:
-        logits, target, *numbers = inputs
-        key = (
-            logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device, *numbers
-        )  # fmt: skip
-        known = key in _valid
-    except (AttributeError, TypeError):  # not tensors, not numbers: `_validate` says what is wrong
-        _validate(*inputs)
-        raise
-    if not known:
-        _validate(*inputs)
-        if len(_valid) >= _MOST_VALID:
-            _valid.clear()
-        _valid.add(key)
+def _valid_terms(
+    compiling: bool,
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+) -> Terms:
+    """The terms of a call over an unsplit vocabulary, after `_validate`."""
+    key = None
+    if not compiling:
+        try:
+            key = (
+                logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device,
+                ignore_index, label_smoothing, z_loss_weight,
+            )  # fmt: skip
+            terms = _terms.get(key)
+        except (AttributeError, TypeError):  # no tensors, no numbers: `_validate` says which
+            terms = None
+        if terms is not None:
+            return terms
+    _validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
+    shard = VocabShard.of_equal_shards(None, logits.shape[-1])
+    terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
+    if key is not None:
+        if len(_terms) >= _MOST_TERMS:
+            _terms.clear()
+        _terms[key] = terms
+    return terms
 
 
 def _class_weights(class_weight: Tensor, logits: Tensor, labels: Tensor, shard: VocabShard) -> ClassWeights:
@@ -376,7 +375,7 @@ def _labels_are_checked(check_labels: bool | None, logits: Tensor) -> bool:
     setting = switch("MCE_CHECK_LABELS")
     if setting is not None:
         return setting
-    return logits.device.type == "cpu" if check_labels is None else check_labels
+    return logits.is_cpu if check_labels is None else check_labels
 
 
 def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:

@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,10 @@ _FEW_ROWS = 132
 # Many short rows: smaller programs, of which more run beside each other on an SM.
 _FORWARD_SHORT_ROWS = {2: Tile(2048, 4), 4: Tile(4096, 8), 8: Tile(4096, 8)}
 _MANY_ROWS, _SHORT_ROW = 1024, 8192
-_GRADIENT = {2: Tile(4096, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
-_GRADIENT_UNALIGNED = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(1024, 4)}
+_GRADIENT = {2: Tile(4096, 4), 4: Tile(2048, 4), 8: Tile(1024, 4)}
+# Backward tells the L2 cache to keep what it reads: 2-3 % less time where the logits are several times the
+# cache's size, 2 % more where they fit.
+_KEEP_FROM_CACHES = 2
 
 
 def _fit(tile: Tile, columns: int, vec: int) -> Tile:
@@ -90,6 +93,18 @@ def _forward_tiles(rows: Rows) -> dict[int, Tile]:
     if rows.n_rows >= _MANY_ROWS and rows.columns <= _SHORT_ROW:
         return _FORWARD_SHORT_ROWS
     return _FORWARD
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    """Programmatic dependent launch is there from Hopper on."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _cache_bytes(device: torch.device) -> int:
+    """Of the L2 cache; for the interpreter's CPU some number."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**20
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -146,6 +161,7 @@ def _statistics_call(
     vec = _VECTOR_BYTES // size
     layout = _layout(logits, rows)
     tile = _fit(_forward_tiles(rows)[size], rows.columns, vec)
+    overlap = _can_overlap(logits.device)
     return _remember(
         key,
         PreparedCall(
@@ -162,10 +178,11 @@ def _statistics_call(
             ),
             (
                 tile.block, vec, layout.kind, rows.two_level,
-                label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab, weighted,
+                label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab, weighted, overlap,
             ),
             tile.warps,
             leads=((0, layout.lead),),
+            overlap=overlap,
         ),
     )  # fmt: skip
 
@@ -230,6 +247,7 @@ def merge(
     if call is None:
         n = target.numel()
         smooth = label_smoothing > 0
+        overlap = _can_overlap(gathered.device)
         call = _remember(
             key,
             PreparedCall(
@@ -240,9 +258,10 @@ def merge(
                 (target.stride(0), n, total_columns, ignore_index, label_smoothing, z_loss_weight),
                 (
                     gathered.shape[0], 3 + smooth + statistics, _MERGE_BLOCK,
-                    smooth, z_loss_weight != 0, statistics, equal_shards, weighted,
+                    smooth, z_loss_weight != 0, statistics, equal_shards, weighted, overlap,
                 ),
                 4,
+                overlap=overlap,
             ),
         )  # fmt: skip
     call(gathered, target, loss, saved, stats, _weight_tensors(weights, saved)[1])
@@ -318,8 +337,10 @@ def _gradient_call(
     size = logits.element_size()
     vec = _VECTOR_BYTES // size
     layout = _common_layout(logits, rows, out, out_rows)
-    tile = _fit((_GRADIENT if layout.kind == _ALIGNED else _GRADIENT_UNALIGNED)[size], rows.columns, vec)
+    tile = _fit(_GRADIENT[size], rows.columns, vec)
     tiles_per_row = -(-rows.columns // tile.block)
+    overlap = _can_overlap(logits.device)
+    keep = logits.numel() * size > _KEEP_FROM_CACHES * _cache_bytes(logits.device)
     _check_grid(rows.n_rows * tiles_per_row, f"the gradient of {rows.n_rows} x {rows.columns} logits")
     return PreparedCall(
         kernels.gradient_kernel,
@@ -339,8 +360,9 @@ def _gradient_call(
         ),
         (
             tile.block, vec, layout.kind, rows.two_level, out_rows.two_level,
-            label_smoothing > 0, z_loss_weight != 0, weighted,
+            label_smoothing > 0, z_loss_weight != 0, weighted, keep, overlap,
         ),
         tile.warps,
         leads=((0, layout.lead), (1, layout.lead)),
+        overlap=overlap,
     )  # fmt: skip

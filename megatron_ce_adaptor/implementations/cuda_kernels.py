@@ -15,6 +15,7 @@ Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statist
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -43,6 +44,16 @@ _INTEGERS = [
 _SMALL_TENSORS = [
     "Y", "PAYLOAD", "GATHERED", "LOSS", "SAVED", "STATS", "G_LOSS", "COLUMN_WEIGHTS", "ROW_WEIGHTS"
 ]  # fmt: skip
+
+
+@triton.jit
+def _begin(OVERLAP: tl.constexpr):
+    """With OVERLAP the launch does not wait for the kernel before it on the stream (programmatic dependent
+    launch): this does, and lets the next such kernel be launched. Nothing may be read or written before.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -170,11 +181,12 @@ def row_statistics_kernel(
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr, TWO_LEVEL: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, SPLIT_VOCAB: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Every lane group of VEC columns (16 bytes) keeps its own running (max, sum), so the
     loop
     holds no cross-thread reduction; one reduction ends the row."""
+    _begin(OVERLAP)
     R: tl.constexpr = BLOCK // VEC
     ACC = SAVED.dtype.element_ty
     row = tl.cast(tl.program_id(0), tl.int64)
@@ -316,11 +328,12 @@ def merge_kernel(
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     WORLD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, EQUAL_SHARDS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Joins the shards' statistics, in rank order on every rank, so that the loss is bitwise the same
     everywhere.
     """
+    _begin(OVERLAP)
     ACC = SAVED.dtype.element_ty
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < n_rows
@@ -418,14 +431,15 @@ def gradient_kernel(
     label_smoothing: tl.float64, z_loss_weight: tl.float64,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LAYOUT: tl.constexpr,
     TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, KEEP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of one row: a flat grid keeps every SM busy to the end, where a loop over the row
     loses 4-7 %.
 
     With LAYOUT other than STRIDED, X and G_X lie alike relative to 16-byte boundaries (`lead` is that of
-    both).
+    both). With KEEP what is read is the last that the L2 cache gives up.
     """
+    _begin(OVERLAP)
     R: tl.constexpr = BLOCK // VEC
     ACC = SAVED.dtype.element_ty
     program = tl.program_id(0)
@@ -484,7 +498,8 @@ def gradient_kernel(
         x_at = x_base + c
         g_at = g_base + c
     # Ignored rows are written as exact zeros without being read: their logits may hold anything.
-    x = tl.load(x_at, mask=inside & live, other=float("-inf")).to(ACC)
+    EVICTION: tl.constexpr = "evict_last" if KEEP else ""
+    x = tl.load(x_at, mask=inside & live, other=float("-inf"), eviction_policy=EVICTION).to(ACC)
     column_weights = row_weight
     if WEIGHTED:
         column_weights = tl.load(COLUMN_WEIGHTS + peeled + c, mask=inside, other=0.0)

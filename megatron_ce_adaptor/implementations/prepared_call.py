@@ -27,7 +27,7 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]] | 
 class PreparedCall:
     """A kernel with grid, scalars and constants; call it with the tensors, in the order of its parameters."""
 
-    __slots__ = ("_device", "_jit", "_launch", "_leads", "_programs", "_tail", "_variant", "_warps")
+    __slots__ = ("_device", "_jit", "_launch", "_leads", "_options", "_programs", "_tail", "_variant")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class PreparedCall:
         constants: tuple[int | bool, ...],
         warps: int,
         leads: tuple[tuple[int, int], ...] = (),
+        overlap: bool = False,
     ) -> None:
         """
         Args:
@@ -47,14 +48,16 @@ class PreparedCall:
             scalars, constants: the kernel's parameters after the tensors.
             leads: (position, elements): the kernel is to see this tensor from that many elements before its
                 first.
+            overlap: launch it before the kernel in front of it on the stream has ended; it waits for that
+                one itself.
         """
         self._jit = jit
         self._programs = programs
         self._device = device
         self._tail = (*scalars, *constants)
-        self._warps = warps
+        self._options = {"num_warps": warps, "launch_pdl": True} if overlap else {"num_warps": warps}
         self._leads = tuple((place, lead) for place, lead in leads if lead)
-        self._variant = (id(jit), device.index, variant, constants, warps)
+        self._variant = (id(jit), device.index, variant, constants, warps, overlap)
         self._launch = _compiled.get(self._variant)
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -86,7 +89,7 @@ class PreparedCall:
             torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
         )
         with on_device:
-            compiled = self._jit[(self._programs,)](*shifted, *self._tail, num_warps=self._warps)
+            compiled = self._jit[(self._programs,)](*shifted, *self._tail, **self._options)
         if _DIRECT and self._device.type == "cuda":
             self._launch = _compiled[self._variant] = _launch_of(compiled)
 
