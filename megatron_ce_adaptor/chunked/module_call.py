@@ -7,7 +7,6 @@ input where it has to be, once for all chunks.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,21 +25,34 @@ def call_inside_hooks(module: nn.Module, hidden: Tensor, body: Callable[[Tensor]
     as its first. Other forward hooks are left out: they expect logits, which do not exist (those of
     `parallelize_module` only change the logits' layout).
 
-    A module that FSDP2 manages keeps its gathered parameters until backward, so that they are gathered once;
-    its settings are back when this returns or raises.
+    A module that FSDP2 manages keeps its gathered parameters until backward, so that they are gathered once.
+    Its settings are back when this returns or raises; should `body` raise, FSDP's hooks run all the same, so
+    that its state is that after any forward without a backward.
     """
     found: list[T] = []
+    failed: list[BaseException] = []
 
-    def forward(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        loss, result = body(given)
-        found.append(result)
-        return loss
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(_only_fsdp_hooks(module))
+        settings_back = inside.enter_context(_gathered_once(module))
 
-    with _only_fsdp_hooks(module), _forward_is(module, forward), _gathered_once(module):
+        def forward(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            try:
+                loss, result = body(given)
+            except BaseException as error:
+                failed.append(error)
+                settings_back()
+                return given.new_zeros(())
+            found.append(result)
+            return loss
+
+        inside.enter_context(_forward_is(module, forward))
         if getattr(module, "_compiled_call_impl", None) is not None:
             module._call_impl(hidden)  # not the compiled one
         else:
             module(hidden)
+    if failed:
+        raise failed[0]
     return found[0]
 
 
@@ -63,9 +75,13 @@ def _only_fsdp_hooks(module: nn.Module) -> Iterator[None]:
         module._forward_hooks = hooks
 
 
-def _is_fsdp(hook: Callable[..., Any]) -> bool:
-    owner = getattr(inspect.unwrap(hook), "__self__", None)  # hooks of a group of modules are wrapped
-    return type(owner).__module__.startswith("torch.distributed.fsdp.")
+def _is_fsdp(hook: Any) -> bool:
+    """Whether a hook is a method of FSDP's, or a function around one (hooks of a group of modules are)."""
+    while hook is not None:
+        if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
+            return True
+        hook = getattr(hook, "__wrapped__", None)
+    return False
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
@@ -75,27 +91,28 @@ def is_fsdp_module(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _gathered_once(module: Any) -> Iterator[None]:
-    """FSDP2 does not reshard after this forward, whose backward follows at once, if there will be one."""
+def _gathered_once(module: Any) -> Iterator[Callable[[], None]]:
+    """FSDP2 does not reshard after this forward, whose backward follows at once, if there will be one.
+
+    Gives a function that puts the module's own setting back, as leaving the context does.
+    """
     if not is_fsdp_module(module):
-        yield
+        yield lambda: None
         return
     state = module._get_fsdp_state()
     group = state._fsdp_param_group
     # what set_reshard_after_forward sets, which has no counterpart to read it
     automatic = state._auto_reshard_after_forward
     target = group.post_forward_mesh_info if group is not None else None
-    try:
-        if torch.is_grad_enabled():
-            module.set_reshard_after_forward(False, recurse=False)
-        yield
-    except BaseException:
-        # FSDP's own forward hook did not run
-        module.reshard()
-        if state._state_ctx.iter_forward_root is state:
-            state._state_ctx.iter_forward_root = None
-        raise
-    finally:
+
+    def settings_back() -> None:
         state._auto_reshard_after_forward = automatic
         if group is not None:
             group.post_forward_mesh_info = target
+
+    if torch.is_grad_enabled():
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield settings_back
+    finally:
+        settings_back()

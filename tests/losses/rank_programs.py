@@ -1,0 +1,422 @@
+"""What each rank of a distributed test of the losses runs; imported on the ranks by name.
+
+Every program asserts on its rank against the dense fp64 reference and returns the collectives that it
+counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dense import Problem, Reference, all_terms, assert_close, assert_number, reference
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from tp_cases import CollectiveCounter
+
+from megatron_ce_adaptor import ChunkedLossWrapper, CrossEntropyLoss
+
+UPSTREAM = 0.6875
+
+Counts = dict[str, int]
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def counted(forward: Callable[[], Tensor]) -> tuple[Tensor, Counts, Counts]:
+    """(loss, collectives of forward, those of (loss * UPSTREAM).backward())."""
+    with CollectiveCounter() as before:
+        loss = forward()
+    with CollectiveCounter() as after:
+        (loss * UPSTREAM).backward()
+    return loss, _names(before.calls), _names(after.calls)
+
+
+def _names(calls: Counter[str]) -> Counts:
+    """By kind of collective, without what only waits for one."""
+    found: Counter[str] = Counter()
+    for name, count in calls.items():
+        kind = name.rpartition("::")[2].strip("_")
+        if kind in ("wait_tensor", "wrap_tensor_autograd", "barrier"):
+            continue
+        kind = {
+            "allgather_base": "all_gather",
+            "all_gather_into_tensor": "all_gather",
+            "reduce_scatter_base": "reduce_scatter",
+            "reduce_scatter_tensor": "reduce_scatter",
+            "allreduce": "all_reduce",
+        }.get(kind.rstrip("_"), kind)
+        found[kind] += count
+    return dict(found)
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def check(
+    expected: Reference, loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, what: str
+) -> None:
+    assert_number(whole(loss), expected.loss, f"{what}: loss")
+    assert_close(whole(hidden), expected.hidden, f"{what}: hidden")
+    assert_close(whole(weight), expected.weight, f"{what}: weight")
+    if bias is not None:
+        assert expected.bias is not None
+        assert_close(whole(bias), expected.bias, f"{what}: bias")
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(
+        weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype, device="meta"
+    )
+    layer.weight = nn.Parameter(weight.clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone())
+    return layer
+
+
+def chunk_of(tensor: Tensor, rank: int, world: int) -> Tensor:
+    """As torch.chunk, with empty ones at the end."""
+    size = -(-tensor.shape[0] // world)
+    return tensor[rank * size : (rank + 1) * size]
+
+
+# --- plain shards -------------------------------------------------------------------------------------------
+
+
+def plain_shards(rank: int) -> Counts:
+    """Every term on shards of even, uneven and empty vocabularies, chunked and not."""
+    world = dist.get_world_size()
+    group = dist.group.WORLD
+    forward = backward = {}
+    for i, vocab in enumerate((8, 9, 10, 13, 3)):
+        p = Problem.make((3, 7), 6, vocab, seed=i, bias=i % 2 == 0)
+        terms = all_terms(p)[i]
+        expected = reference(p, divisor=p.valid, upstream=UPSTREAM, **terms)
+        even = vocab % world == 0
+        loss_of = CrossEntropyLoss(
+            tp_group=group, global_vocab_size=None if even else vocab, report_metrics=True, **terms
+        )
+        own = [None if x is None else chunk_of(x, rank, world) for x in (p.weight, p.bias)]
+        assert own[0] is not None
+        for chunked in (True, False):
+            layer, hidden = linear(own[0], own[1]), p.hidden.clone().requires_grad_()
+            if chunked:
+                call = ChunkedLossWrapper(loss_of, num_chunks=4, reduce_hidden_gradient=True)
+                call.set_lm_head(layer)
+                loss, metrics = call(hidden, p.labels, p.valid)
+                with CollectiveCounter() as counter:
+                    (loss * UPSTREAM).backward()
+                backward = _names(counter.calls)
+                assert backward == {"all_reduce": 1}, backward
+                grad = hidden.grad
+            else:
+                with CollectiveCounter() as counter:
+                    loss, metrics = loss_of(layer(hidden), p.labels, p.valid)
+                forward = _names(counter.calls)
+                (loss * UPSTREAM).backward()
+                assert hidden.grad is not None
+                grad = hidden.grad.clone()
+                dist.all_reduce(grad)
+            assert grad is not None
+            what = f"vocab {vocab}, {'chunked' if chunked else 'whole'}, rank {rank}"
+            assert_number(loss, expected.loss, what)
+            assert_close(grad, expected.hidden, f"{what}: hidden")
+            assert_close(layer.weight.grad, chunk_of(expected.weight, rank, world), f"{what}: weight")
+            if own[1] is not None:
+                assert_close(layer.bias.grad, chunk_of(expected.bias, rank, world), f"{what}: bias")
+            for name, value in expected.metrics.items():
+                assert_number(metrics[name], value, f"{what}: {name}")
+    return forward
+
+
+def partial_hidden_gradient(rank: int) -> None:
+    """reduce_hidden_gradient=False leaves what F.linear leaves: this rank's part."""
+    world = dist.get_world_size()
+    p = Problem.make((2, 5), 6, 8, bias=False)
+    hidden = p.hidden.clone().requires_grad_()
+    call = ChunkedLossWrapper(
+        CrossEntropyLoss(tp_group=dist.group.WORLD), num_chunks=3, reduce_hidden_gradient=False
+    ).set_lm_head(linear(chunk_of(p.weight, rank, world), None))
+    loss, forward, backward = counted(lambda: call(hidden, p.labels, p.valid)[0])
+    assert forward == {"all_gather": 3} and backward == {}, (forward, backward)
+    assert hidden.grad is not None
+    dist.all_reduce(hidden.grad)
+    assert_close(hidden.grad, reference(p, divisor=p.valid, upstream=UPSTREAM).hidden, "hidden")
+
+
+# --- DTensors -----------------------------------------------------------------------------------------------
+
+MESHES: dict[int, list[tuple[tuple[int, ...], int, list[Any]]]] = {
+    # shape, the vocabulary's mesh dimension, placements of hidden states [B, L, H]
+    2: [
+        ((2,), 0, [Replicate()]),
+        ((2,), 0, [Shard(1)]),  # sequence parallel: made Replicate, once
+        ((2,), -1, [Shard(0)]),  # unsplit vocabulary, split batch
+    ],
+    4: [
+        ((4,), 0, [Replicate()]),
+        ((2, 2), 1, [Shard(0), Replicate()]),
+        ((2, 2), 0, [Replicate(), Shard(1)]),
+        ((2, 2), 1, [Shard(1), Shard(1)]),
+        ((2, 2, 1), 1, [Shard(1), Replicate(), Shard(0)]),
+    ],
+}
+
+
+def dtensor_heads(rank: int) -> list[tuple[Counts, Counts]]:
+    """Loss, metrics and gradients for every mesh and uneven sizes, chunked from hidden states and whole from
+    logits."""
+    counts = []
+    for i, (shape, tp, placements) in enumerate(MESHES[dist.get_world_size()]):
+        mesh = init_device_mesh("cpu", shape)
+        label_placements = [Replicate() if d == tp else x for d, x in enumerate(placements)]
+        weight_placements = [Shard(0) if d == tp else Replicate() for d in range(len(shape))]
+        for j, vocab in enumerate((8, 9)):
+            p = Problem.make((3, 7), 6, vocab, seed=i, bias=j == 0)
+            terms = all_terms(p)[(i + j) % 5]
+            expected = reference(p, divisor=p.valid, upstream=UPSTREAM, **terms)
+            labels = distribute_tensor(p.labels, mesh, label_placements)
+            what = f"{shape} tp {tp} {placements} vocab {vocab}"
+            layer = linear(p.weight, p.bias)
+            for name, parameter in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(distribute_tensor(parameter, mesh, weight_placements)))
+            hidden = distribute_tensor(p.hidden, mesh, placements).requires_grad_()
+            loss_of = CrossEntropyLoss(report_metrics=True, **terms)
+            call = ChunkedLossWrapper(loss_of, num_chunks=4).set_lm_head(layer)
+            metrics: dict[str, Tensor] = {}
+
+            def chunked(
+                call: Any = call, hidden: Any = hidden, labels: Any = labels, n: int = p.valid
+            ) -> Tensor:
+                loss, found = call(hidden, labels, n)
+                metrics.update(found)
+                return loss
+
+            loss, forward, backward = counted(chunked)
+            counts.append((forward, backward))
+            bias_grad = None if p.bias is None else layer.bias.grad
+            check(expected, loss, hidden.grad, layer.weight.grad, bias_grad, what)
+            _check_kind(loss, metrics, label_placements, expected, what)
+
+            on_logits = [Shard(2) if d == tp else x for d, x in enumerate(label_placements)]
+            logits = distribute_tensor(
+                nn.functional.linear(p.hidden, p.weight, p.bias), mesh, on_logits
+            ).requires_grad_()
+            loss, metrics = loss_of(logits, labels, p.valid)
+            (loss * UPSTREAM).backward()
+            gradient = whole(logits.grad)
+            _check_kind(loss, metrics, label_placements, expected, f"{what}, whole")
+            assert_close(gradient @ p.weight, expected.hidden, f"{what}, whole: hidden")
+            assert_close(
+                gradient.flatten(0, 1).t() @ p.hidden.flatten(0, 1), expected.weight, f"{what}, whole"
+            )
+    return counts
+
+
+def _check_kind(
+    loss: Tensor, metrics: dict[str, Tensor], label_placements: list[Any], expected: Reference, what: str
+) -> None:
+    """0-d DTensors that are Partial where the tokens are split, of the right whole values."""
+    wanted = tuple(Partial() if x.is_shard() else Replicate() for x in label_placements)
+    assert metrics.keys() == expected.metrics.keys()
+    for name, value in {"loss": expected.loss, **expected.metrics}.items():
+        actual = loss if name == "loss" else metrics[name]
+        assert isinstance(actual, DTensor) and actual.shape == () and actual.placements == wanted, what
+        assert_number(whole(actual), value, f"{what}: {name}")
+
+
+def colwise_head(rank: int) -> list[tuple[Counts, Counts]]:
+    """parallelize_module with ColwiseParallel: input of every layout, plain labels give a plain loss."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    counts = []
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for vocab, sequence_parallel, output in itertools.product(
+        (8, 10), (False, True), (Shard(-1), Replicate())
+    ):
+        p = Problem.make((3, 8), 6, vocab, seed=vocab)
+        expected = reference(p, divisor=p.valid, upstream=UPSTREAM)
+        layer = parallelize_module(
+            linear(p.weight, p.bias),
+            mesh,
+            ColwiseParallel(
+                input_layouts=Shard(1) if sequence_parallel else Replicate(),
+                output_layouts=output,
+                use_local_output=False,
+            ),
+        )
+        own = p.hidden.chunk(world, 1)[rank] if sequence_parallel else p.hidden
+        hidden = own.clone().requires_grad_()
+        call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4).set_lm_head(layer)
+        loss, forward, backward = counted(lambda call=call, hidden=hidden: call(hidden, p.labels, p.valid)[0])
+        assert type(loss) is Tensor
+        grad = expected.hidden.chunk(world, 1)[rank] if sequence_parallel else expected.hidden
+        assert hidden.grad is not None
+        assert_close(hidden.grad, grad, f"vocab {vocab}, sp {sequence_parallel}: hidden")
+        expected.hidden = hidden.grad
+        check(expected, loss, hidden.grad, layer.weight.grad, layer.bias.grad, "colwise")
+        counts.append((forward, backward))
+        logits = layer(hidden)  # the module's own forward and hooks are back
+        assert isinstance(logits, DTensor) and logits.shape == (3, 8, vocab)
+    return counts
+
+
+# --- FSDP2 --------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Embedding-like layer, norm and output layer; forward stops before the output layer."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6))
+            self.first.bias.fill_(0.1)
+        self.norm = nn.LayerNorm(6, dtype=torch.float64)
+        self.lm_head = linear(p.weight, p.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x))
+
+
+def _dense_step(p: Problem, upstream: float, steps: int = 1) -> tuple[float, dict[str, Tensor]]:
+    model = Model(p)
+    total = 0.0
+    for _ in range(steps):
+        loss, _ = CrossEntropyLoss()(model.lm_head(model(p.hidden)), p.labels, p.valid)
+        (loss * upstream).backward()
+        total = float(loss.detach())
+    return total, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:
+    """Sharded parameters on data-parallel ranks: gradients of the global batch, collectives of one step."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    p = Problem.make((2 * world, 7), 6, 13)
+    # FSDP averages over the ranks
+    dense_loss, dense = _dense_step(p, UPSTREAM / world)
+    rows = slice(2 * rank, 2 * rank + 2)
+    counts = {}
+
+    def arrange(kind: str) -> Model:
+        model = Model(p)
+        if kind == "head":
+            fully_shard(model.lm_head, mesh=mesh)
+        elif kind == "grouped":
+            fully_shard([model.norm, model.lm_head], mesh=mesh)
+        if kind == "root only":
+            fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        else:
+            fully_shard(model, mesh=mesh)
+        return model
+
+    for kind in ("head", "grouped", "root only"):
+        model = arrange(kind)
+        head: Any = model.lm_head
+        state = head._get_fsdp_state() if isinstance(head, FSDPModule) else None
+        settings = lambda state=state: (
+            state
+            and (
+                state._auto_reshard_after_forward,
+                state._fsdp_param_group.post_forward_mesh_info,
+            )
+        )
+        before = settings()
+        call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4).set_lm_head(head)
+        for step in range(2):
+            hidden = model(p.hidden[rows])
+            loss, forward, backward = counted(
+                lambda call=call, hidden=hidden: call(hidden, p.labels[rows], p.valid)[0]
+            )
+            assert settings() == before
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            assert_number(total, dense_loss, f"{kind} {step}: loss")
+            for name, parameter in model.named_parameters():
+                assert_close(parameter.grad.full_tensor(), dense[name], f"{kind} {step}: {name}")
+                parameter.grad = None
+            counts[kind] = (forward, backward)
+        _after_an_exception(model, call, p, rows, dense, settings, before)
+        _without_sync(model, call, p, rows, dense)
+        with torch.no_grad():
+            total = call(model(p.hidden[rows]), p.labels[rows], p.valid)[0]
+        assert settings() == before
+        dist.all_reduce(total)
+        assert_number(total, dense_loss, f"{kind}: evaluation")
+    return counts
+
+
+def _after_an_exception(
+    model: Model, call: Any, p: Problem, rows: slice, dense: dict[str, Tensor], settings: Any, before: Any
+) -> None:
+    """An exception in a chunk leaves the flags as they were, and the next step is right."""
+    bad = p.labels[rows].clone()
+    bad[-1, -1] = 999
+    try:
+        call(model(p.hidden[rows]), bad, p.valid)
+    except ValueError as error:
+        assert "999" in str(error)
+    else:
+        raise AssertionError("a label that is no class was accepted")
+    assert settings() == before
+    assert settings() is None or isinstance(model.lm_head.weight, DTensor), f"still gathered, {before}"
+    (call(model(p.hidden[rows]), p.labels[rows], p.valid)[0] * UPSTREAM).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad.full_tensor(), dense[name], f"after an exception: {name}")
+        parameter.grad = None
+
+
+def _without_sync(model: Any, call: Any, p: Problem, rows: slice, dense: dict[str, Tensor]) -> None:
+    """The first of two micro-batches without gradient synchronisation."""
+    for i in range(2):
+        model.set_requires_gradient_sync(i == 1)
+        hidden = model(p.hidden[rows])
+        _, _, backward = counted(lambda hidden=hidden: call(hidden, p.labels[rows], p.valid)[0])
+        assert i == 1 or "reduce_scatter" not in backward, backward
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad.full_tensor(), 2 * dense[name], f"two micro-batches: {name}")
+        parameter.grad = None
+
+
+def fsdp_and_tp(rank: int) -> tuple[Counts, Counts]:
+    """FSDP2 over a tensor-parallel head on a 2 x 2 mesh, with mixed precision's fp32 gradients left out."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    dp = mesh.get_local_rank("dp")
+    p = Problem.make((4, 8), 6, 10)
+    dense_loss, dense = _dense_step(p, UPSTREAM / 2)
+    model = Model(p)
+    parallelize_module(
+        model.lm_head,
+        mesh["tp"],
+        ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False),
+    )
+    fully_shard(model.lm_head, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=3).set_lm_head(model.lm_head)
+    rows = slice(2 * dp, 2 * dp + 2)
+    for _ in range(2):
+        hidden = model(p.hidden[rows])
+        loss, forward, backward = counted(lambda hidden=hidden: call(hidden, p.labels[rows], p.valid)[0])
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+        assert_number(total, dense_loss, "loss")
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.grad.full_tensor(), dense[name], name)
+            parameter.grad = None
+    return forward, backward

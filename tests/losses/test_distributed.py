@@ -1,0 +1,52 @@
+"""CrossEntropyLoss and ChunkedLossWrapper on 2 and 4 processes."""
+
+from __future__ import annotations
+
+import pytest
+import rank_programs as programs
+
+BOTH = pytest.mark.parametrize("world", [2, 4])
+
+
+@BOTH
+def test_plain_shards_of_every_size(rank_pools, world):
+    # HAZARDS 20, 25; the unchunked loss has one collective forward
+    assert rank_pools(world).run(programs.plain_shards) == [{"all_gather": 1}] * world
+
+
+def test_partial_hidden_gradient(rank_pools):
+    rank_pools(2).run(programs.partial_hidden_gradient)
+
+
+@BOTH
+def test_dtensor_heads(rank_pools, world):
+    # HAZARDS 21, 22
+    for counts in rank_pools(world).run(programs.dtensor_heads):
+        for forward, _ in counts:
+            assert forward.get("all_gather", 0) <= 4 + 1  # one a chunk, and hidden's
+
+
+@BOTH
+def test_colwise_parallel_head(rank_pools, world):
+    for counts in rank_pools(world).run(programs.colwise_head):
+        for i, (forward, backward) in enumerate(counts):
+            sequence_parallel = (i // 2) % 2 == 1
+            assert forward == {"all_gather": 4 + sequence_parallel}
+            assert backward == {"reduce_scatter" if sequence_parallel else "all_reduce": 1}
+
+
+def test_fsdp(rank_pools):
+    # HAZARDS 34. Forward of the wrapped lm_head gathers once; backward of the whole step scatters once a
+    # group of parameters: lm_head (with its norm) and the root's
+    for counts in rank_pools(2).run(programs.fsdp):
+        assert counts == {
+            "head": ({"all_gather": 1}, {"reduce_scatter": 2}),
+            "grouped": ({}, {"reduce_scatter": 2}),  # gathered before the norm
+            "root only": ({}, {"reduce_scatter": 1}),  # still gathered after the root's forward
+        }
+
+
+def test_fsdp_over_tensor_parallel(rank_pools):
+    for forward, backward in rank_pools(4).run(programs.fsdp_and_tp):
+        assert forward == {"all_gather": 1 + 3}  # FSDP's, and one a chunk
+        assert backward == {"all_reduce": 1, "reduce_scatter": 2}
