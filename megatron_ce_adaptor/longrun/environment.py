@@ -50,8 +50,12 @@ _NVIDIA_QUERY = (
 )
 
 
-def collect() -> dict[str, Any]:
-    """The environment of this process as a JSON-able dict. Never raises: what cannot be found out is None."""
+def collect(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The environment of this process as a JSON-able dict. Never raises: what cannot be found out is None.
+
+    Args:
+        variables: the environment variables to tell of, such as the ranks get; default this process's.
+    """
     versions = {name: _version(name) for name in _PACKAGES}
     facts = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -71,14 +75,14 @@ def collect() -> dict[str, Any]:
         "npu-smi": _without_processes(_output(["npu-smi", "info"])),
         "CANN": _cann_version(),
         **{f"NPU {what}": _first_version_line(path) for what, path in _NPU_DRIVER_FILES.items()},
-        "variables": _variables(os.environ),
+        "variables": _variables(os.environ if variables is None else variables),
     }
     # Versions are not searched for addresses: 2.32.3.1 is one of NCCL's.
     return {**redact(facts), "packages": {name: v for name, v in versions.items() if v is not None}}
 
 
 def with_neighbours(facts: Mapping[str, Any], log: Path) -> dict[str, Any]:
-    """`facts` with what rank 0 printed at its end about the packages beside Megatron, if it did."""
+    """`facts` with what a rank printed at its end about the packages beside Megatron, if it did."""
     found = None
     with contextlib.suppress(OSError), log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -309,7 +309,7 @@ def _train(plan: Plan, log: BinaryIO) -> int:
             [plan.torchrun, *plan.entry],
             plan.processes,
         )
-        facts = environment.collect()
+        facts = environment.collect({**os.environ, **plan.added_environment})
         write_atomically(folder / "env.json", strict_json(facts))
     except OSError as error:
         raise Refused(f"The output folder {folder} cannot be written: {error.strerror or error}.") from error

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import importlib.util
 import os
 import shutil
 import socket
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,12 +125,28 @@ def check_device(device: str, config: RunConfig, processes: int, variables: Mapp
 
 
 def check_megatron_path(variables: Mapping[str, str]) -> None:
-    """Refuse a MEGATRON_PATH that is no checkout of Megatron-LM."""
+    """Refuse a MEGATRON_PATH that is no checkout of Megatron-LM, or whose data helpers could not be built."""
     path = variables.get("MEGATRON_PATH")
-    if path and not (Path(path).expanduser() / "pretrain_gpt.py").is_file():
+    if not path:
+        return
+    checkout = Path(path).expanduser()
+    if not (checkout / "pretrain_gpt.py").is_file():
         raise Refused(
             f"MEGATRON_PATH is {path}, but there is no pretrain_gpt.py in it: set it to a checkout of "
             "Megatron-LM, or unset it to train on the installed megatron-core."
+        )
+    # Megatron runs `make` there at its first start, and exits where that fails.
+    helpers = checkout / "megatron" / "core" / "datasets"
+    if not (helpers / "Makefile").is_file() or any(
+        helpers.glob(f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}")
+    ):
+        return
+    absent = [tool for tool in ("make", "g++", "python3-config") if shutil.which(tool) is None]
+    absent += ["pybind11"] * (importlib.util.find_spec("pybind11") is None)
+    if absent:
+        raise Refused(
+            f"Megatron-LM at {path} has yet to compile its data helpers, and {', '.join(absent)} is missing: "
+            "install it (pip install pybind11), or run `make` in megatron/core/datasets."
         )
 
 

@@ -2,7 +2,7 @@
 
 Ascend's stack puts MegatronAdaptor, TransformerEngineNPU (a package named ``transformer_engine``) and
 MindSpeed beside us. A comparison of native with te means something only if both runs had the same neighbours,
-so rank 0 of every run prints them::
+so one rank a machine prints them::
 
     megatron_ce_adaptor: beside Megatron: {"active": {"megatron_adaptor": "0.18.0"}, "computed by": {...}}
 
@@ -72,13 +72,15 @@ def report() -> str:
 
 
 def report_at_exit() -> None:
-    """Let rank 0 print the line when it ends: the user's own pretrain script may import neighbours."""
+    """Let one rank a machine print the line at its end: the user's pretrain script may import neighbours.
+
+    To be called in the rank itself: one that is forked does not run its parent's exit handlers.
+    """
     atexit.register(_print_report)
 
 
 def _print_report() -> None:
-    # The agent that forks the ranks of a CPU run has the handler too, and no rank.
-    if os.environ.get("RANK") == "0":
+    if os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError, ValueError):  # stdout is closed, or its reader is gone
             print(report(), flush=True)
 

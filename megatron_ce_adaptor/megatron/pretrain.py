@@ -191,6 +191,7 @@ def _require_training_loop() -> None:
 def run_pretrain_gpt(script: Path, argv: Sequence[str]) -> None:
     """Run the user's own pretrain script as ``__main__``, with `argv` as its arguments."""
     sys.argv = [str(script), *argv]
+    neighbours.report_at_exit()
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -232,6 +233,7 @@ def run_on_wheel(argv: Sequence[str]) -> None:
     from megatron.training import set_startup_timestamps
 
     sys.argv = ["megatron_ce_adaptor.megatron.pretrain", *argv]
+    neighbours.report_at_exit()
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     _call_pretrain(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
 
@@ -253,7 +255,6 @@ def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
     check_arguments(argv, megatron_path)
     check_process_count(argv, world_size)
     device = choose_device(os.environ.get("MCE_DEVICE"))
-    neighbours.report_at_exit()
     if script is not None:
         sys.path.insert(0, str(script.parent))
         prepare_device(device)
