@@ -115,7 +115,7 @@ def _triton(device_type: str, why: str) -> Choice:
         ) from error
     if device_type == "npu" and importlib.util.find_spec("triton.backends.ascend") is None:
         raise RuntimeError(
-            f"{why} asks for Triton kernels, but the triton that is installed has no backend for NPUs: {advice}. "
+            f"{why} asks for Triton kernels, but the installed triton has no backend for NPUs: {advice}. "
             "Both are the package 'triton': remove the other one first."
         )
     module = importlib.import_module(f"megatron_ce_adaptor.implementations.{kernels}")

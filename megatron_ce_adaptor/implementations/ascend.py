@@ -1,20 +1,17 @@
-"""Launches the Triton kernels for Ascend NPUs: grids, tile sizes, buffers. Signatures as in `reference`.
-
-Every tile below is compiled for the 910B3 by `megatron-ce npu-check`, with three versions of the compiler, in CI;
-their widths were chosen by its estimate of the cost of a row, not measured on a device.
-"""
+"""Launches the Triton kernels for Ascend NPUs: grids, buffers, layouts. Signatures as in `reference`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from megatron_ce_adaptor.implementations import ascend_kernels as kernels
+from megatron_ce_adaptor.implementations import ascend_tiles as tiles
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 
@@ -27,53 +24,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_COLUMNS = 2**24
 # Programs in the interpreter: as many as a 910B3 has vector cores, so that programs loop over rows there too.
 _CORES_OF_910B3 = 40
-
-
-class Options(NamedTuple):
-    """What of a call decides the tiles: constants of the kernels."""
-
-    smooth: bool = False
-    statistics: bool = False
-    weighted: bool = False
-    strided: bool = False
-
-
-# Columns of a tile. The widest that three compilers place in the UB (192 KiB) with two buffers for each load:
-_WIDEST_STATISTICS = (
-    16384  # max and sum alone: two loops with a load of 2 x 32 KiB each, one fp32 tile (bf16)
-)
-_WIDEST_WITH_EXTRAS = 8192  # one more tile for the sum of x, or for exp * (x - max)
-_WIDEST_FP32_WITH_ALL = 4096  # smoothing and statistics of fp32 logits: 8192 is 32 bytes too wide
-_WIDEST_GRADIENT = 8192  # a load, a store and two fp32 tiles; 16384 is too wide for 16-bit logits
-# Unless consecutive columns are neighbours, each element takes 32 bytes of the UB, the unit of its copies.
-_WIDEST_STRIDED = 1024
-# Rows of merged statistics: up to 22 tiles of fp32 are alive at once.
-_MERGE_ROWS = 1024
-
-# A row ends in two partly filled tiles (one in backward), each of which costs as much as a whole one, and every tile
-# costs some waits. (columns up to, width): least cost by `megatron-ce npu-check --cost`.
-_STATISTICS_WIDTHS = ((1024, 1024), (2048, 2048), (10240, 4096), (81920, 8192))
-_GRADIENT_WIDTHS = ((1024, 1024), (2048, 2048), (4096, 4096))
-
-
-def statistics_tile(columns: int, itemsize: int, options: Options) -> int:
-    """Columns of a tile of `row_statistics_kernel`, for rows of `columns` logits of `itemsize` bytes."""
-    if options.strided:
-        return _WIDEST_STRIDED
-    widest = _WIDEST_STATISTICS
-    if options.smooth or options.statistics:
-        both = options.smooth and options.statistics
-        widest = _WIDEST_FP32_WITH_ALL if both and itemsize == 4 else _WIDEST_WITH_EXTRAS
-    return min(_width(columns, _STATISTICS_WIDTHS, widest), widest)
-
-
-def gradient_tile(columns: int, options: Options) -> int:
-    """Columns of a tile of `gradient_kernel`."""
-    return _WIDEST_STRIDED if options.strided else _width(columns, _GRADIENT_WIDTHS, _WIDEST_GRADIENT)
-
-
-def _width(columns: int, widths: tuple[tuple[int, int], ...], widest: int) -> int:
-    return next((width for most, width in widths if columns <= most), widest)
 
 
 @functools.cache
@@ -98,13 +48,13 @@ def _launch(kernel: Any, device: torch.device, work: int, *arguments: Any) -> No
 def _check(logits: Tensor, total_columns: int) -> None:
     if logits.dtype not in _DTYPES:
         raise TypeError(
-            f"the Ascend kernels got {logits.dtype} logits, expected float16, bfloat16 or float32: an NPU's vector "
-            "unit has no fp64. Convert them, or set MCE_IMPLEMENTATION=reference."
+            f"the Ascend kernels got {logits.dtype} logits, expected float16, bfloat16 or float32: an NPU's "
+            "vector unit has no fp64. Convert them, or set MCE_IMPLEMENTATION=reference."
         )
     if total_columns >= _MOST_COLUMNS:
         raise ValueError(
-            f"the vocabulary has {total_columns} columns, the Ascend kernels take less than {_MOST_COLUMNS}: set "
-            "MCE_IMPLEMENTATION=reference."
+            f"the vocabulary has {total_columns} columns, the Ascend kernels take less than {_MOST_COLUMNS}: "
+            "set MCE_IMPLEMENTATION=reference."
         )
 
 
@@ -137,13 +87,13 @@ def row_statistics(
     payload = torch.empty(
         (3 + smooth + statistics) * rows.n_rows + HEADER, dtype=torch.float32, device=logits.device
     )
-    options = Options(smooth, statistics, smooth and weights is not None, _is_strided(rows))
+    options = tiles.Options(smooth, statistics, smooth and weights is not None, _is_strided(rows))
     _launch(
         kernels.row_statistics_kernel, logits.device, rows.n_rows,
         logits, _dense(target), payload, payload if weights is None else weights.columns,
         *_layout(rows), rows.n_rows, rows.columns, first_column, ignore_index,
         float(rows.columns // 65536), float(rows.columns % 65536),
-        statistics_tile(rows.columns, logits.element_size(), options), rows.two_level, options.strided,
+        tiles.statistics_tile(rows.columns, logits.element_size(), options), rows.two_level, options.strided,
         smooth, statistics, options.weighted,
     )  # fmt: skip
     return payload
@@ -161,7 +111,8 @@ def merge(
     equal_shards: bool,
     weights: ClassWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `reference.merge`. Labels are compared as fp32: a label that is no class counts as ignored if it lies within
+    """See `reference.merge`. Labels are compared as fp32: a label that is no class counts as ignored if it
+    lies within
     2^-24 of an ignore_index beyond 2^24."""
     _check(gathered, total_columns)
     n = target.numel()
@@ -171,11 +122,11 @@ def merge(
     if n == 0:
         return loss, saved, stats
     _launch(
-        kernels.merge_kernel, gathered.device, -(-n // _MERGE_ROWS),
+        kernels.merge_kernel, gathered.device, -(-n // tiles.MERGE_ROWS),
         gathered, _dense(target), loss, saved, saved if stats is None else stats,
         saved if weights is None else weights.rows,
         n, float(total_columns), float(ignore_index), label_smoothing, z_loss_weight,
-        gathered.shape[0], _MERGE_ROWS,
+        gathered.shape[0], tiles.MERGE_ROWS,
         label_smoothing > 0, z_loss_weight != 0, statistics, equal_shards, weights is not None,
     )  # fmt: skip
     return loss, saved, stats
@@ -192,7 +143,8 @@ def forward(
     statistics: bool,
     weights: ClassWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `reference.forward`; `merge` is a kernel of its own here too, because it computes on vectors of rows what
+    """See `reference.forward`; `merge` is a kernel of its own here too, because it computes on vectors of
+    rows what
     would be one vector instruction a row otherwise."""
     _check(logits, total_columns)
     payload = row_statistics(
@@ -237,7 +189,7 @@ def gradient(
     rows, out_rows = rows_of(logits), rows_of(out)
     strided, out_strided = _is_strided(rows), _is_strided(out_rows)
     smooth = label_smoothing > 0
-    tile = gradient_tile(rows.columns, Options(strided=strided or out_strided))
+    tile = tiles.gradient_tile(rows.columns, tiles.Options(strided=strided or out_strided))
     _launch(
         kernels.gradient_kernel, logits.device, rows.n_rows,
         logits, out, _dense(target), _dense(grad_loss), saved,

@@ -1,38 +1,48 @@
-"""Triton kernels of the cross entropy over vocabulary-sharded logits, for Ascend NPUs (and Triton's interpreter).
+"""Triton kernels of the cross entropy over vocabulary-sharded logits, for Ascend NPUs (and Triton's
+interpreter).
 
 Three kernels, one job each: `row_statistics_kernel` reads the logits once, `merge_kernel` joins the shards'
 statistics, `gradient_kernel` reads the logits once more and writes the gradient. Results, payload and what is
-saved for backward are those of the CUDA kernels and of `reference`; what differs is how a row is walked, because a
-vector core of an NPU is programmed like a DSP: it copies tiles into 192 KiB of local memory (the unified buffer,
+saved for backward are those of the CUDA kernels and of `reference`; what differs is how a row is walked,
+because a
+vector core of an NPU is programmed like a DSP: it copies tiles into 192 KiB of local memory (the unified
+    buffer,
 UB), computes on whole tiles, and every number that goes from the vector unit to the scalar unit stops both.
 
-- A grid of at most as many programs as there are vector cores; each loops over rows. More programs than cores are
+- A grid of at most as many programs as there are vector cores; each loops over rows. More programs than cores
+are
   run one after the other at a cost each, and 65535 is the most a grid can have.
-- The target's column is left out of the sum by walking a row as two ranges, [0, y) and [y + 1, C). A comparison in
-  the loop would cost two more tiles of UB and, with integers, a loop over single elements on the oldest compiler.
-  Masks are used in loads and stores only, where they are free.
+- The target's column is left out of the sum by walking a row as two ranges, [0, y) and [y + 1, C). A
+comparison in
+  the loop would cost two more tiles of UB and, with integers, a loop over single elements on the oldest
+  compiler. Masks are used in loads and stores only, where they are free.
 - The gradient is never read back: the target's column is overwritten by one store of its closed form.
-- No atomics; no 64-bit integers in vectors (they become loops over single elements): row offsets are 64-bit scalars.
+- No atomics; no 64-bit integers in vectors (they become loops over single elements): row offsets are 64-bit
+scalars.
   Labels are compared as scalars, or in `merge_kernel` as fp32, which is exact below 2^24.
 - All computation is fp32; there is no fp64 in the vector unit.
 
 `megatron-ce npu-check` compiles each of them for the 910B3 and prints what comes out.
 
-Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statistics. Formulas: see `cuda_kernels`
+Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statistics. Formulas: see
+    `cuda_kernels`
 and `reference`.
 """
 
 import triton
 import triton.language as tl
 
-# Elements after the [K, N] statistics in a rank's payload: the number of columns as (high, low) parts of 2^16, padding.
+# Elements after the [K, N] statistics in a rank's payload: the number of columns as (high, low) parts of
+# 2^16, padding.
 HEADER: tl.constexpr = tl.constexpr(4)
 # The running maximum starts here and not at -inf, so that no difference of maxima is (-inf) - (-inf).
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-# A distance from the maximum is cut off here before it is multiplied by its exponential, which is 0: 0 * -inf is NaN.
+# A distance from the maximum is cut off here before it is multiplied by its exponential, which is 0: 0 * -inf
+# is NaN.
 FAR: tl.constexpr = tl.constexpr(-1e30)
 
-# Integers keep one type and no special cases for their values: no vocabulary, batch or rank compiles a kernel anew.
+# Integers keep one type and no special cases for their values: no vocabulary, batch or rank compiles a kernel
+# anew.
 _INTEGERS = [
     "inner_rows", "outer_stride", "inner_stride", "column_stride",
     "g_inner_rows", "g_outer_stride", "g_inner_stride", "g_column_stride",
@@ -53,7 +63,9 @@ _SMALL_TENSORS = [
 
 @triton.jit
 def _row_offset(row, inner_rows, outer_stride, inner_stride, TWO_LEVEL: tl.constexpr):
-    """Element offset of a row, a 64-bit scalar; TWO_LEVEL for 3-D logits whose leading dimensions do not collapse."""
+    """Element offset of a row, a 64-bit scalar; TWO_LEVEL for 3-D logits whose leading dimensions do not
+    collapse.
+    """
     row = tl.cast(row, tl.int64)
     if TWO_LEVEL:
         offset = (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
@@ -78,9 +90,11 @@ def _add_tile(
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, STRIDED: tl.constexpr,
     SMOOTH: tl.constexpr, STATISTICS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Adds columns [i, min(i + BLOCK, end)) to the row's running max, sum of exp, sum of x, sum of exp * (x - max).
+    """Adds columns [i, min(i + BLOCK, end)) to the row's running max, sum of exp, sum of x, sum of exp * (x -
+    max).
 
-    WHOLE: the tile ends before `end`. A masked load fills its tile first, and until that is done it may not start.
+    WHOLE: the tile ends before `end`. A masked load fills its tile first, and until that is done it may not
+        start.
     """
     at = _tile_at(base, i, column_stride, BLOCK, STRIDED)
     columns = i + tl.arange(0, BLOCK)
@@ -99,8 +113,8 @@ def _add_tile(
                 summand = summand * tl.load(COLUMN_WEIGHTS + columns, mask=columns < end, other=0.0)
         sum_x += tl.sum(summand)
     tile_peak = tl.max(x)
-    # Seldom true after the first tile, which saves a trip to the vector unit for one exponential. A NaN or a tile of
-    # -inf leaves the maximum as it is; a NaN then shows in the sum.
+    # Seldom true after the first tile, which saves a trip to the vector unit for one exponential. A NaN or a
+    # tile of -inf leaves the maximum as it is; a NaN then shows in the sum.
     if tile_peak > peak:
         shift = peak - tile_peak
         scale = tl.exp(shift)
@@ -128,7 +142,8 @@ def row_statistics_kernel(
     BLOCK: tl.constexpr, TWO_LEVEL: tl.constexpr, STRIDED: tl.constexpr,
     SMOOTH: tl.constexpr, STATISTICS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """One row at a time; see `reference.row_statistics` for what is written. Rows without a live label are not read
+    """One row at a time; see `reference.row_statistics` for what is written. Rows without a live label are
+    not read
     unless STATISTICS."""
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         label = tl.cast(tl.load(Y + row), tl.int64)
@@ -146,13 +161,13 @@ def row_statistics_kernel(
         # whole tiles of [0, cut) and of [cut + 1, end), then what is left of both
         before = cut // BLOCK
         after = tl.maximum(end - cut - 1, 0) // BLOCK
-        for tile in range(0, before + after):
+        for tile in range(before + after):
             i = tl.where(tile < before, tile * BLOCK, cut + 1 + (tile - before) * BLOCK)
             peak, total, sum_x, weighted = _add_tile(
                 base, COLUMN_WEIGHTS, column_stride, i, end, peak, total, sum_x, weighted,
                 BLOCK, True, STRIDED, SMOOTH, STATISTICS, WEIGHTED,
             )  # fmt: skip
-        for part in range(0, 2):
+        for part in range(2):
             i = tl.where(part == 0, before * BLOCK, cut + 1 + after * BLOCK)
             stop = tl.where(part == 0, cut, end)
             if i < stop:
@@ -191,12 +206,14 @@ def merge_kernel(
     Y,                                  # [N] class ids
     LOSS, SAVED, STATS,                 # [N], [3, N], [4, N]
     ROW_WEIGHTS,                        # [N + 1] if WEIGHTED
-    n_rows: tl.int64, total_columns, ignore_index_fp32, label_smoothing, z_loss_weight,   # fp32 but for n_rows
+    n_rows: tl.int64,
+    total_columns, ignore_index_fp32, label_smoothing, z_loss_weight,               # fp32
     WORLD: tl.constexpr, BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, STATISTICS: tl.constexpr, EQUAL_SHARDS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Joins the shards' statistics, in rank order on every rank, so that the loss is bitwise the same everywhere.
+    """Joins the shards' statistics, in rank order on every rank, so that the loss is bitwise the same
+    everywhere.
     BLOCK rows at a time. See `reference.merge`."""
     K: tl.constexpr = 3 + SMOOTH + STATISTICS
     lanes = tl.arange(0, BLOCK)
@@ -248,7 +265,8 @@ def merge_kernel(
         nll = tl.maximum(d, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p_small
         nll = tl.where(d != d, d, nll)
         nll = tl.where(x_target == float("inf"), float("nan"), nll)  # as dense softmax: inf - inf
-        # A label that is no class counts as the row's maximum, as on Megatron's native path: loss = lse - max.
+        # A label that is no class counts as the row's maximum, as on Megatron's native path: loss = lse -
+        # max.
         nll = tl.where(known, nll, log_total + (peak - peak))
 
         joint_peak = tl.where(known, tl.maximum(peak, x_target, propagate_nan=tl.PropagateNan.ALL), peak)
@@ -274,8 +292,9 @@ def merge_kernel(
         if Z_LOSS:
             loss += lse * lse * z_loss_weight
         if EQUAL_SHARDS:
-            # Shards of unequal sizes give wrong column offsets on every rank. The host check raises where it can
-            # look; where it cannot (a captured graph) the numbers must at least be unusable, on all ranks alike.
+            # Shards of unequal sizes give wrong column offsets on every rank. The host check raises where it
+            # can look; where it cannot (a captured graph) the numbers must at least be unusable, on all ranks
+            # alike.
             unusable = tl.where(disagreement == 0.0, 0.0, float("nan"))
             loss += unusable
             joint_peak += unusable
@@ -341,12 +360,13 @@ def gradient_kernel(
     inner_rows: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, column_stride: tl.int32,
     g_inner_rows: tl.int64, g_outer_stride: tl.int64, g_inner_stride: tl.int64, g_column_stride: tl.int32,
     n_rows: tl.int64, n_cols: tl.int32, first_column: tl.int64, ignore_index: tl.int64,
-    label_smoothing, one_less_smoothing, per_class, one_class, double_z_loss_weight,   # fp32, see `ascend.gradient`
+    label_smoothing, one_less_smoothing, per_class, one_class, double_z_loss_weight,  # fp32, see ascend.py
     BLOCK: tl.constexpr, TWO_LEVEL: tl.constexpr, G_TWO_LEVEL: tl.constexpr,
     STRIDED: tl.constexpr, G_STRIDED: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """One row at a time. The gradient as `reference.gradient` states it; ignored rows become exact zeros without
+    """One row at a time. The gradient as `reference.gradient` states it; ignored rows become exact zeros
+    without
     being read."""
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         label = tl.cast(tl.load(Y + row), tl.int64)

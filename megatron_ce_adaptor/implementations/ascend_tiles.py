@@ -1,0 +1,54 @@
+"""Columns of a tile of the Ascend kernels.
+
+Every width here is compiled for the 910B3 by `megatron-ce npu-check`, with three versions of the compiler, in
+CI. Among those that fit they were chosen by its estimate of the cost of a row, not measured on a device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Options(NamedTuple):
+    """What of a call decides the tiles: constants of the kernels."""
+
+    smooth: bool = False
+    statistics: bool = False
+    weighted: bool = False
+    strided: bool = False
+
+
+# The widest that three compilers place in the 192 KiB of local memory with two buffers for each load:
+_WIDEST_STATISTICS = 16384  # max and sum alone: 32 KiB a load, two loops, one fp32 tile
+_WIDEST_WITH_SUM = 8192  # one more tile for the sum of x, or for exp * (x - max)
+_WIDEST_FP32_WITH_MORE = 4096  # fp32 logits, their sum, and weights or statistics: 8192 is 32 bytes too wide
+_WIDEST_GRADIENT = 8192  # a load, a store, four fp32 tiles; 16384 is too wide for 16-bit logits
+# Where consecutive columns are no neighbours, each element takes 32 bytes, the unit of a copy.
+_WIDEST_STRIDED = 512
+# Rows that are merged at once: up to 22 fp32 tiles are alive.
+MERGE_ROWS = 1024
+
+# A row ends in two partly filled tiles (one in backward), each of which costs as much as a whole one, and
+# every tile costs some waits: (columns up to, width).
+STATISTICS_WIDTHS = ((1024, 1024), (2048, 2048), (10240, 4096), (81920, 8192))
+GRADIENT_WIDTHS = ((1024, 1024), (2048, 2048), (4096, 4096))
+
+
+def statistics_tile(columns: int, itemsize: int, options: Options) -> int:
+    """Columns of a tile of `row_statistics_kernel`, for rows of `columns` logits of `itemsize` bytes."""
+    if options.strided:
+        return _WIDEST_STRIDED
+    widest = _WIDEST_STATISTICS
+    if options.smooth or options.statistics:
+        more = options.smooth and (options.statistics or options.weighted)
+        widest = _WIDEST_FP32_WITH_MORE if more and itemsize == 4 else _WIDEST_WITH_SUM
+    return min(_width(columns, STATISTICS_WIDTHS, widest), widest)
+
+
+def gradient_tile(columns: int, options: Options) -> int:
+    """Columns of a tile of `gradient_kernel`."""
+    return _WIDEST_STRIDED if options.strided else _width(columns, GRADIENT_WIDTHS, _WIDEST_GRADIENT)
+
+
+def _width(columns: int, widths: tuple[tuple[int, int], ...], widest: int) -> int:
+    return next((width for most, width in widths if columns <= most), widest)
