@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mesh_cases import FOUR, Case, MeshLayout, cut, example, mesh_of
+from mesh_cases import FOUR, Case, cut, example, mesh_of
 from mesh_checks import Checks, Outcome
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -40,7 +40,7 @@ def both(logits: Tensor, labels: Tensor, **options: Any) -> list[tuple[str, Call
 
 
 def distributed_cases() -> list[BadInput]:
-    mesh, other = mesh_of(BATCH_TP), mesh_of(MeshLayout((4,), ("tp",)))
+    mesh, other, twice = mesh_of(BATCH_TP), mesh_of(FOUR[0]), mesh_of(FOUR[-1])
     dense = example(Case(BATCH_TP, (8, 16), "none"))
     x, y = dense.logits, dense.labels
     sharded, halves = [Shard(0), Shard(1)], [Shard(0), Replicate()]
@@ -63,6 +63,9 @@ def distributed_cases() -> list[BadInput]:
          both(good, y)),
         ("labels sharded elsewhere", ValueError, ["labels have placements", "takes communication"],
          both(good, cut(y, mesh, [Replicate(), Shard(0)]))),
+        ("a later cut first", ValueError, ["labels have placements", "takes communication"],
+         both(cut(x, twice, [Shard(0), Shard(0), Shard(1)]),
+              cut(y, twice, [Replicate(), Shard(0), Replicate()]))),
         ("labels on another mesh", ValueError, ["labels are on mesh 4", "logits on mesh 2x2"],
          both(good, cut(y, other, [Replicate()]))),
         ("wrong length", ValueError, ["labels have shape (7,), expected (8,)"],

@@ -35,6 +35,7 @@ FOUR = (
     MeshLayout((2, 2, 1), ("batch", "tp", "copy")),
     MeshLayout((2, 2), ("copy", "tp")),
     MeshLayout((2, 2), ("batch", "tp"), order=(1, 0, 3, 2)),
+    MeshLayout((2, 2, 1), ("batch", "batch", "tp")),
 )
 TWO = (MeshLayout((2,), ("tp",)), MeshLayout((2, 1), ("batch", "tp")), MeshLayout((1, 2), ("batch", "tp")))
 

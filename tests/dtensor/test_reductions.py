@@ -21,8 +21,9 @@ def test_every_reduction_size_weight_smoothing_and_mask(
 
 
 def test_more_meshes(run_ranks: Callable, no_failures: Callable) -> None:
-    """A replicated batch, a mesh whose ranks are not in order, fp32, and all tokens ignored (HAZARDS 13)."""
-    no_failures(run_ranks(4, mesh_checks.run_cases, sampled(40, FOUR[4:])))
+    """A batch that is replicated or split twice, a mesh whose ranks are not in order, fp32, and all tokens
+    ignored (HAZARDS 13)."""
+    no_failures(run_ranks(4, mesh_checks.run_cases, sampled(60, FOUR[4:])))
     no_failures(run_ranks(4, mesh_checks.run_cases, sampled(60, FOUR, dtype=torch.float32)))
 
 
