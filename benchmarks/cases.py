@@ -30,7 +30,8 @@ class Case:
     @property
     def name(self) -> str:
         rows = f"{self.rows // self.batch}x{self.batch}" if self.batch > 1 else f"{self.rows}"
-        return f"{rows}x{self.columns} {self.dtype}{' strided' if self.padding else ''}"
+        strided = f" strided by {self.columns + self.padding}" if self.padding else ""
+        return f"{rows}x{self.columns} {self.dtype}{strided}"
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -41,8 +41,11 @@ def measure_case(
     found: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}
     for peer in peers:
+        reason = peer.declines(case.columns, case.columns + case.padding, case.torch_dtype)
         if case.torch_dtype not in peer.dtypes:
-            found[peer.name] = {"skipped": f"not for {case.dtype} logits"}
+            reason = f"not for {case.dtype} logits"
+        if reason is not None:
+            found[peer.name] = {"skipped": reason}
             continue
         try:
             began = time.perf_counter()

@@ -81,6 +81,14 @@ def markdown(part: dict[str, Any]) -> str:
         lines += ["Not measured:", "", *missing, ""]
     if part.get("not_begun"):
         lines += [f"Not measured, for lack of time: {', '.join(part['not_begun'])}", ""]
+    skipped = [
+        f"- {name} on {case['name']}: {entry['skipped']}"
+        for case in cases
+        for name, entry in case["results"].items()
+        if "skipped" in entry
+    ]
+    if skipped:
+        lines += ["Not taken by the peer:", "", *skipped, ""]
     broken = [
         f"- {name} on {case['name']}: {entry['error']}"
         for case in cases
@@ -162,7 +170,7 @@ def plot(parts: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel(f"time / time of {ours}")
         where = part["environment"].get("gpu") or "CPU"
         axis.set_title(f"Forward + backward, {where}, {part['settings'].get('ranks', 1)} rank(s)")
-        axis.legend(fontsize=7, ncols=3)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     partial = path.with_name("." + path.name)
     figure.savefig(partial, dpi=110)

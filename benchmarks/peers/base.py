@@ -46,6 +46,8 @@ class Peer:
         needs_process_group: torch.distributed must be initialised, on one rank too.
         compiles: it goes through torch.compile, so each shape is compiled for itself.
         ours: it is this package's.
+        declines: why it does not take logits of (columns, elements from row to row, dtype), or None. What it
+            declares here is no missing comparison; an error while it runs is.
         context: entered around forward and backward.
     """
 
@@ -62,6 +64,7 @@ class Peer:
     needs_process_group: bool = False
     compiles: bool = False
     ours: bool = False
+    declines: Callable[[int, int, torch.dtype], str | None] = lambda columns, stride, dtype: None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def available(self, device: str, world_size: int = 1) -> str | None:

@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peers.base import LossPerToken, Peer, PeerMissing
@@ -34,6 +35,12 @@ def _make(in_place: bool) -> LossPerToken:
     return loss_per_token
 
 
+def _declines(columns: int, stride: int, dtype: torch.dtype) -> str | None:
+    if columns * dtype.itemsize % 16 or stride * dtype.itemsize % 16:
+        return "takes rows of whole 16-byte vectors only"
+    return None
+
+
 def peers() -> list[Peer]:
     return [
         Peer(
@@ -41,6 +48,7 @@ def peers() -> list[Peer]:
             version=lambda: VERSION,
             make=functools.partial(_make, True),
             in_place=True,
+            declines=_declines,
             saves="logits, 1 number a token",
         )
     ]

@@ -49,6 +49,10 @@ def _make(version: str, overwrite_input: bool) -> LossPerToken:
     return loss_per_token
 
 
+def _declines_strided(columns: int, stride: int, dtype: torch.dtype) -> str | None:
+    return None if columns == stride else "overwrite_input takes contiguous logits only"
+
+
 def peers() -> list[Peer]:
     old, new = VERSIONS
     rows = [
@@ -65,6 +69,7 @@ def peers() -> list[Peer]:
             in_place=in_place,
             saves=saves,
             splits_vocabulary=True,
+            declines=_declines_strided if overwrite else Peer.declines,
         )
         for name, version, overwrite, in_place, saves in rows
     ]

@@ -65,7 +65,7 @@ def test_limit_takes_cases_from_the_whole_list() -> None:
 def test_goals_name_peers_and_cases_that_exist() -> None:
     names = [p.name for p in peers.all_peers()]
     assert len(names) == len(set(names))
-    wanted = {*goals.CUDA_PEERS, *goals.TP_PEERS, *goals.CPU_PEERS, *goals.FACTORS, *goals.ONLY_BF16}
+    wanted = {*goals.CUDA_PEERS, *goals.TP_PEERS, *goals.CPU_PEERS, *goals.FACTORS}
     assert wanted | {goals.OURS, goals.OURS_IN_PLACE} <= set(names)
     assert {n for pair in goals.IRREGULAR for n in pair} <= {c.name for c in cases.CUDA_CASES}
 
