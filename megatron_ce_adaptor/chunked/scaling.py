@@ -25,7 +25,8 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         factor: 0-d, fp32 or fp64, on the gradient's device.
     """
     if gradient.dtype != dtype:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+        wide = gradient.to(factor.dtype)
+        return torch.mul(wide, factor, out=torch.empty_like(gradient, dtype=dtype))
     if gradient.numel() == 0:
         return gradient
     if gradient.device.type == "cpu":

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 # --import-mode=importlib leaves these out; ranks inherit them
-for folder in ("unit", "losses"):
-    path = str(Path(__file__).resolve().parents[1] / folder)
-    if path not in sys.path:
-        sys.path.insert(0, path)
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from tp_harness import RankPool
 

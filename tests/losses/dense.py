@@ -1,4 +1,4 @@
-"""Dense fp64 reference of the losses: PyTorch's own cross entropy over the whole vocabulary and all tokens."""
+"""Dense fp64 reference of the losses: PyTorch's own cross entropy, of the whole vocabulary and all tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIGHT = 1e-12  # relative, of norms, in fp64
 
 @dataclasses.dataclass
 class Problem:
-    """Hidden states [..., H], the output layer's weight [V, H] and bias, labels [...], some of them ignored."""
+    """Hidden states [..., H], the output layer's weight [V, H] and bias, labels [...], some ignored."""
 
     hidden: Tensor
     weight: Tensor

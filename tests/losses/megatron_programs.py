@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense import Problem, assert_close, assert_number, reference
-from rank_programs import UPSTREAM, Counts, chunk_of, counted
+from rank_programs import UPSTREAM, Counts, chunk_of, counted, remember
 from torch import Tensor, nn
 
 from megatron_ce_adaptor import ChunkedLossWrapper, CrossEntropyLoss, parallel_cross_entropy
@@ -61,7 +61,7 @@ def column_parallel(rank: int) -> list[tuple[Counts, Counts]]:
         hidden = own.clone().requires_grad_()
         call = ChunkedLossWrapper(CrossEntropyLoss(report_metrics=True), num_chunks=5)
         call.set_lm_head(layer, weight=shared)
-        loss, forward, backward = counted(lambda call=call, hidden=hidden: call(hidden, labels, p.valid)[0])
+        loss, forward, backward = counted(remember(call, {}, hidden, labels, p.valid))
         counts.append((forward, backward))
         assert_number(loss, expected.loss, "loss")
         grad = chunk_of(expected.hidden, rank, world) if sequence_parallel else expected.hidden

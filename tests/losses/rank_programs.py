@@ -6,6 +6,7 @@ counted.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tp_cases import CollectiveCounter
 
 from megatron_ce_adaptor import ChunkedLossWrapper, CrossEntropyLoss
+from megatron_ce_adaptor.chunked.exchange import SequenceParallelHidden
+from megatron_ce_adaptor.chunked.linear_loss import LinearLossOptions, loss_per_token
+from megatron_ce_adaptor.vocab_shard import VocabShard
 
 UPSTREAM = 0.6875
 
@@ -193,14 +197,7 @@ def dtensor_heads(rank: int) -> list[tuple[Counts, Counts]]:
             call = ChunkedLossWrapper(loss_of, num_chunks=4).set_lm_head(layer)
             metrics: dict[str, Tensor] = {}
 
-            def chunked(
-                call: Any = call, hidden: Any = hidden, labels: Any = labels, n: int = p.valid
-            ) -> Tensor:
-                loss, found = call(hidden, labels, n)
-                metrics.update(found)
-                return loss
-
-            loss, forward, backward = counted(chunked)
+            loss, forward, backward = counted(remember(call, metrics, hidden, labels, p.valid))
             counts.append((forward, backward))
             bias_grad = None if p.bias is None else layer.bias.grad
             check(expected, loss, hidden.grad, layer.weight.grad, bias_grad, what)
@@ -219,6 +216,17 @@ def dtensor_heads(rank: int) -> list[tuple[Counts, Counts]]:
                 gradient.flatten(0, 1).t() @ p.hidden.flatten(0, 1), expected.weight, f"{what}, whole"
             )
     return counts
+
+
+def remember(call: Any, metrics: dict[str, Tensor], *args: Any) -> Callable[[], Tensor]:
+    """A call for `counted`, whose metrics go to `metrics`."""
+
+    def run() -> Tensor:
+        loss, found = call(*args)
+        metrics.update(found)
+        return loss
+
+    return run
 
 
 def _check_kind(
@@ -257,7 +265,7 @@ def colwise_head(rank: int) -> list[tuple[Counts, Counts]]:
         own = p.hidden.chunk(world, 1)[rank] if sequence_parallel else p.hidden
         hidden = own.clone().requires_grad_()
         call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4).set_lm_head(layer)
-        loss, forward, backward = counted(lambda call=call, hidden=hidden: call(hidden, p.labels, p.valid)[0])
+        loss, forward, backward = counted(remember(call, {}, hidden, p.labels, p.valid))
         assert type(loss) is Tensor
         grad = expected.hidden.chunk(world, 1)[rank] if sequence_parallel else expected.hidden
         assert hidden.grad is not None
@@ -299,9 +307,19 @@ def _dense_step(p: Problem, upstream: float, steps: int = 1) -> tuple[float, dic
     return total, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
+def reshard_settings(head: Any) -> Any:
+    """What set_reshard_after_forward sets, None for a module without FSDP."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(head, FSDPModule):
+        return None
+    state = head._get_fsdp_state()
+    return state._auto_reshard_after_forward, state._fsdp_param_group.post_forward_mesh_info
+
+
 def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:
     """Sharded parameters on data-parallel ranks: gradients of the global batch, collectives of one step."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
@@ -326,21 +344,12 @@ def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:
     for kind in ("head", "grouped", "root only"):
         model = arrange(kind)
         head: Any = model.lm_head
-        state = head._get_fsdp_state() if isinstance(head, FSDPModule) else None
-        settings = lambda state=state: (
-            state
-            and (
-                state._auto_reshard_after_forward,
-                state._fsdp_param_group.post_forward_mesh_info,
-            )
-        )
+        settings = functools.partial(reshard_settings, head)
         before = settings()
         call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4).set_lm_head(head)
         for step in range(2):
             hidden = model(p.hidden[rows])
-            loss, forward, backward = counted(
-                lambda call=call, hidden=hidden: call(hidden, p.labels[rows], p.valid)[0]
-            )
+            loss, forward, backward = counted(remember(call, {}, hidden, p.labels[rows], p.valid))
             assert settings() == before
             total = loss.detach().clone()
             dist.all_reduce(total)
@@ -384,15 +393,42 @@ def _without_sync(model: Any, call: Any, p: Problem, rows: slice, dense: dict[st
     for i in range(2):
         model.set_requires_gradient_sync(i == 1)
         hidden = model(p.hidden[rows])
-        _, _, backward = counted(lambda hidden=hidden: call(hidden, p.labels[rows], p.valid)[0])
+        _, _, backward = counted(remember(call, {}, hidden, p.labels[rows], p.valid))
         assert i == 1 or "reduce_scatter" not in backward, backward
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad.full_tensor(), 2 * dense[name], f"two micro-batches: {name}")
         parameter.grad = None
 
 
+def fsdp_mixed_precision(rank: int) -> None:
+    """bf16 parameters and outputs, fp32 masters: the loss stays fp32, the gradients are close."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    p = Problem.make((2 * world, 7), 6, 13)
+    dense_loss, dense = _dense_step(p, 1 / world)
+    model = Model(p).float()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
+    )
+    fully_shard(model.lm_head, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+    rows = slice(2 * rank, 2 * rank + 2)
+    call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4, accumulation_dtype=torch.float32)
+    loss, _ = call.set_lm_head(model.lm_head)(model(p.hidden[rows].float()), p.labels[rows], p.valid)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    total = loss.detach()
+    dist.all_reduce(total)
+    assert_number(total, dense_loss, "loss", 1e-2)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert_close(parameter.grad.full_tensor(), dense[name], name, 3e-2)
+
+
 def fsdp_and_tp(rank: int) -> tuple[Counts, Counts]:
-    """FSDP2 over a tensor-parallel head on a 2 x 2 mesh, with mixed precision's fp32 gradients left out."""
+    """FSDP2 over a tensor-parallel head on a 2 x 2 mesh."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -412,7 +448,7 @@ def fsdp_and_tp(rank: int) -> tuple[Counts, Counts]:
     rows = slice(2 * dp, 2 * dp + 2)
     for _ in range(2):
         hidden = model(p.hidden[rows])
-        loss, forward, backward = counted(lambda hidden=hidden: call(hidden, p.labels[rows], p.valid)[0])
+        loss, forward, backward = counted(remember(call, {}, hidden, p.labels[rows], p.valid))
         total = loss.detach().clone()
         dist.all_reduce(total, group=mesh.get_group("dp"))
         assert_number(total, dense_loss, "loss")
@@ -420,3 +456,108 @@ def fsdp_and_tp(rank: int) -> tuple[Counts, Counts]:
             assert_close(parameter.grad.full_tensor(), dense[name], name)
             parameter.grad = None
     return forward, backward
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+def bad_calls(rank: int) -> dict[str, str]:
+    """What each of many calls that do not fit said on this rank; all ranks meet after each."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    mesh = init_device_mesh("cpu", (world,))
+    other = init_device_mesh("cpu", (1, world))
+    p = Problem.make((2, 3), 6, 8, bias=False, ignored=0.0)
+    nine = Problem.make((2, 3), 6, 9, bias=False, ignored=0.0)
+    own = linear(chunk_of(p.weight, rank, world), None)
+    uneven = linear(chunk_of(nine.weight, rank, world), None)
+    split = CrossEntropyLoss(tp_group=group)
+    too_large = p.labels.clone()
+    too_large[1, 2] = 8
+
+    def dtensor_head(placement: Any, on: DeviceMesh = mesh) -> nn.Linear:
+        layer = linear(p.weight, None)
+        layer.weight = nn.Parameter(distribute_tensor(p.weight, on, placement))
+        return layer
+
+    def chunked(
+        head: nn.Module, loss_of: CrossEntropyLoss, hidden: Tensor, labels: Tensor, reduce: bool | None = None
+    ) -> Any:
+        call = ChunkedLossWrapper(loss_of, num_chunks=2, reduce_hidden_gradient=reduce).set_lm_head(head)
+        return call(hidden, labels)
+
+    def fsdp_leftover() -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        model = Model(p)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        return chunked(model.lm_head, CrossEntropyLoss(), model(p.hidden), p.labels)
+
+    rows = DTensor.from_local(p.hidden, mesh, [Shard(0)], run_check=False)
+    everywhere = DTensor.from_local(p.hidden, mesh, [Replicate()], run_check=False)
+    plain, vocabulary = CrossEntropyLoss(), [Shard(0)]
+    calls: dict[str, Callable[[], Any]] = {
+        "no reduction named": lambda: chunked(own, split, p.hidden, p.labels),
+        "uneven shards": lambda: chunked(uneven, split, p.hidden, p.labels, True),
+        "wrong vocabulary": lambda: chunked(
+            uneven, CrossEntropyLoss(tp_group=group, global_vocab_size=8), p.hidden, p.labels, True
+        ),
+        "class weight": lambda: chunked(
+            own, CrossEntropyLoss(tp_group=group, weight=torch.ones(4)), p.hidden, p.labels, True
+        ),
+        "labels": lambda: chunked(own, split, p.hidden, torch.zeros(2, 4, dtype=torch.long), True),
+        "label": lambda: chunked(own, split, p.hidden, too_large, True),
+        "float labels": lambda: chunked(own, split, p.hidden, p.labels.float(), True),
+        "plain labels": lambda: chunked(
+            dtensor_head([Replicate()]), plain, rows, torch.zeros(2 * world, 3, dtype=torch.long)
+        ),
+        "plain hidden": lambda: chunked(dtensor_head(vocabulary), plain, p.hidden, p.labels),
+        "plain head": lambda: chunked(own, plain, everywhere, p.labels),
+        "two vocabulary dims": lambda: chunked(dtensor_head([Shard(1)]), plain, everywhere, p.labels),
+        "other mesh": lambda: chunked(
+            dtensor_head([Replicate(), Shard(0)], other), plain, everywhere, p.labels
+        ),
+        "empty batch": lambda: chunked(dtensor_head(vocabulary), plain, everywhere[:0], p.labels[:0]),
+        "tp_group with DTensors": lambda: chunked(
+            dtensor_head(vocabulary), CrossEntropyLoss(global_vocab_size=9), everywhere, p.labels
+        ),
+        "Partial logits": lambda: plain(
+            DTensor.from_local(p.hidden, mesh, [Partial()], run_check=False), p.labels
+        ),
+        "sharded weight of FSDP": fsdp_leftover,
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "returned"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return found
+
+
+# --- the core -----------------------------------------------------------------------------------------------
+
+
+def sequence_parallel_per_token(rank: int) -> tuple[Counts, Counts]:
+    """loss_per_token with any upstream gradient, hidden states split over the ranks of the vocabulary."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    p = Problem.make((12,), 6, 8)
+    upstream = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    inputs = [x.clone().requires_grad_() for x in (p.hidden, p.weight, p.bias) if x is not None]
+    dense = nn.functional.cross_entropy(nn.functional.linear(*inputs), p.labels, reduction="none")
+    dense.backward(upstream)
+    own = [chunk_of(x.detach(), rank, world).clone().requires_grad_() for x in inputs]
+    options = LinearLossOptions(
+        shard=VocabShard.of_equal_shards(group, 8 // world),
+        chunk_tokens=4,
+        exchange=SequenceParallelHidden(group),
+    )
+    with CollectiveCounter() as forward:
+        loss, _ = loss_per_token(own[0], own[1], p.labels, options, own[2])
+    with CollectiveCounter() as backward:
+        loss.backward(upstream)
+    assert_close(loss, dense.detach(), "loss")
+    for mine, x in zip(own, inputs, strict=True):
+        assert_close(mine.grad, chunk_of(x.grad, rank, world), "gradient")
+    return _names(forward.calls), _names(backward.calls)

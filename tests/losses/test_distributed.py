@@ -46,6 +46,10 @@ def test_fsdp(rank_pools):
         }
 
 
+def test_fsdp_mixed_precision(rank_pools):
+    rank_pools(2).run(programs.fsdp_mixed_precision)
+
+
 def test_fsdp_over_tensor_parallel(rank_pools):
     for forward, backward in rank_pools(4).run(programs.fsdp_and_tp):
         assert forward == {"all_gather": 1 + 3}  # FSDP's, and one a chunk
