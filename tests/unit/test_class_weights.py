@@ -42,7 +42,7 @@ def dense(
     z: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp64 (loss, gradient): PyTorch's own weights and smoothing, and z * lse^2 without weights."""
-    leaf = logits.double().requires_grad_()
+    leaf = logits.detach().double().clone().requires_grad_()
     loss = F.cross_entropy(leaf, target, weight=weight, label_smoothing=smoothing, reduction="none")
     loss = loss + z * torch.where(target == -100, 0.0, leaf.logsumexp(-1).square())
     loss.backward(upstream.double())
@@ -64,7 +64,7 @@ def test_one_rank(device: Device, dtype: torch.dtype, vocab: int, options: tuple
     smoothing, z = options
     logits, target, weight, upstream = inputs(vocab, device.rows(9, vocab), dtype)
     expected_loss, expected_gradient = dense(logits, target, weight, upstream, smoothing, z)
-    leaf = logits.to(device.type).requires_grad_()
+    leaf = logits.to(device.type, copy=True).requires_grad_()
     loss = call(leaf, target.to(device.type), weight.to(device.type), smoothing, z)
     assert_near(loss.detach(), expected_loss, compute_dtype(dtype))
     loss.backward(upstream.to(device.type))
