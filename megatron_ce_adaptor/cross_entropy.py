@@ -169,7 +169,7 @@ def cross_entropy(
         choice = choose(logits.device.type, terms.shard.columns, terms.shard.group is not None)
         note_use(choice.name)
         how = (choice.module, terms, return_statistics, overwrite_input)
-        result = _CrossEntropy.apply(logits, labels, how, *weights)
+        result = _apply(logits, labels, how, *weights)
         if _labels_are_checked(check_labels, logits):
             # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and
             # one that raised would leave the others waiting in the collective.
@@ -229,6 +229,17 @@ class _CrossEntropy(torch.autograd.Function):
             torch.autograd.graph.increment_version(grad)
             ctx.overwritten = True
         return (grad, None, None, *(None for _ in weights))
+
+
+# What `Function.apply` does beyond calling its base class is for the transforms of torch.func, and takes as long
+# as a small kernel.
+_apply_without_transforms = super(torch.autograd.Function, _CrossEntropy).apply
+
+
+def _apply(*arguments: Any) -> Any:
+    if torch._C._are_functorch_transforms_active():
+        return _CrossEntropy.apply(*arguments)
+    return _apply_without_transforms(*arguments)
 
 
 class _CompiledCrossEntropy(torch.autograd.Function):

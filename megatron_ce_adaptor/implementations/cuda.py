@@ -125,7 +125,8 @@ _MOST_CALLS = 4096
 
 def _place(x: Tensor) -> tuple[Any, ...]:
     """What the layout and the compiled kernel depend on in a tensor of logits or of their gradient."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % _VECTOR_BYTES, x.device, min(x.storage_offset(), 8)
+    lead = x.data_ptr() % _VECTOR_BYTES
+    return x.shape, x.stride(), x.dtype, x.device, lead, min(x.storage_offset(), 8) if lead else 0
 
 
 def _remember(key: tuple[Any, ...], call: PreparedCall) -> PreparedCall:
@@ -219,8 +220,8 @@ def _result_buffers(target: Tensor, dtype: torch.dtype, statistics: bool) -> tup
     """loss [N], saved [3, N], stats [4, N] (stats is saved, unused, without statistics)."""
     n = target.numel()
     loss = torch.empty(n, dtype=dtype, device=target.device)
-    saved = torch.empty(3, n, dtype=dtype, device=target.device)
-    stats = torch.empty(4, n, dtype=dtype, device=target.device) if statistics else saved
+    saved = loss.new_empty((3, n))
+    stats = loss.new_empty((4, n)) if statistics else saved
     return loss, saved, stats
 
 
