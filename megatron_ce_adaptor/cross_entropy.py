@@ -231,8 +231,8 @@ class _CrossEntropy(torch.autograd.Function):
         return (grad, None, None, *(None for _ in weights))
 
 
-# What `Function.apply` does beyond calling its base class is for the transforms of torch.func, and takes as long
-# as a small kernel.
+# What `Function.apply` does beyond calling its base class is for the transforms of torch.func, and takes as
+# long as a small kernel.
 _apply_without_transforms = super(torch.autograd.Function, _CrossEntropy).apply
 
 
