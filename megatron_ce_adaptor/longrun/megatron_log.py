@@ -29,6 +29,8 @@ _HEAD = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 _END = re.compile(r"number of nan\s*iterations:\s*\d+\s*(?:\||$)")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\)((?: \| [a-z ]+: [\d.]+)+)")
 _ARGUMENT = re.compile(r"^\s*([A-Za-z_]\w*) \.*\s?(.*)$")
+# Behind what another rank has printed without ending its line yet.
+_ARGUMENT_LATER_IN_LINE = re.compile(r"\S {2}([A-Za-z_]\w*) \.{3,} (.*)$")
 _LOADED = re.compile(r"successfully loaded checkpoint .* at iteration (\d+)")
 _EXITING = re.compile(r"exiting program at iteration (\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -265,7 +267,7 @@ class _Parser:
             self._argument_banner(text)
             return
         if self.in_arguments:
-            match = _ARGUMENT.match(text)
+            match = _ARGUMENT_LATER_IN_LINE.search(text) or _ARGUMENT.match(text)
             if match and ("..." in text or len(match[1]) >= 45):
                 self.log.arguments[match[1]] = match[2].strip()
                 return

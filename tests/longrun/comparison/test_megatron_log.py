@@ -84,6 +84,18 @@ def test_prefixes_colours_and_interleaved_ranks(tmp_path, maker):
     assert log.arguments == expected.arguments
 
 
+@pytest.mark.parametrize(
+    "torn", ["WARNING: one package is required, see its page", "some words ... and more", "-"]
+)
+def test_argument_behind_an_unfinished_line_of_another_rank(tmp_path, maker, torn):
+    """It would be missing from one run's arguments, and the comparison refuse two runs that are the same."""
+    run = maker()
+    line = next(line for line in run.argument_lines() if line.strip().startswith("hidden_size "))
+    assert line.startswith("  ")
+    text = "\n".join(run.lines()).replace(line, torn + line)
+    assert parse_log(write(tmp_path, text)).arguments == parse_log(run.write(tmp_path)).arguments
+
+
 def test_record_broken_over_lines_by_another_rank(tmp_path, maker):
     lines = maker().lines()
     at = next(i for i, line in enumerate(lines) if "iteration        9/" in line)
