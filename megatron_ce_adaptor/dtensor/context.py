@@ -91,6 +91,8 @@ class LossParallel(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if not _open.get():
+            raise RuntimeError("loss_parallel is left on another thread or task than it was entered on.")
         *outer, entry = _open.get()
         _open.set(tuple(outer))
         entry.mode.__exit__(*exception)

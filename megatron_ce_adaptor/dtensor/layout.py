@@ -98,37 +98,43 @@ def logits_layout(
         raise ValueError("logits are a scalar, expected a class dimension.")
     placements, own = tuple(logits.placements), logits.device_mesh
     class_dim = class_dim % logits.dim()
-    what = f"logits of shape {tuple(logits.shape)} with placements {placements} on {_mesh_text(own)}"
     if mesh is not None and mesh != own:
         raise ValueError(
-            f"mesh={_mesh_text(mesh)} was given, but the {what}: pass the logits' own mesh, or none."
+            f"mesh={_mesh_text(mesh)} was given, but the {_description(logits)}: pass the logits' own mesh, "
+            "or none."
         )
-    tp_dims = [d for d, p in enumerate(placements) if _sharded_dim(p) == class_dim]
-    wrong = [d for d, p in enumerate(placements) if not (p.is_replicate() or _sharded_dim(p) is not None)]
-    if wrong:
+    tp_dim = _tp_dim(logits, class_dim)
+    if tp_dim is None and require_sharded_vocab:
         raise ValueError(
-            f"{what}: mesh dimension {wrong[0]} is {placements[wrong[0]]!r}, expected Shard or Replicate; "
-            "redistribute the logits first."
-        )
-    if len(tp_dims) > 1 or (tp_dims and not _is_plain_shard(placements[tp_dims[0]])):
-        raise ValueError(
-            f"{what}: mesh dimensions {tp_dims} shard the classes (dimension {class_dim}), expected exactly "
-            f"one with Shard({class_dim})."
-        )
-    if not tp_dims and require_sharded_vocab:
-        raise ValueError(
-            f"{what}: no mesh dimension shards the classes (dimension {class_dim}), expected exactly one "
-            f"with Shard({class_dim})."
+            f"{_description(logits)}: no mesh dimension shards the classes (dimension {class_dim}), expected "
+            f"exactly one with Shard({class_dim})."
         )
     if own.get_coordinate() is None:
         raise ValueError(f"this process is not in {_mesh_text(own)}: call this on the mesh's ranks only.")
-    tp_dim = tp_dims[0] if tp_dims else None
     label_placements = tuple(
         Replicate() if d == tp_dim else _without_dim(p, class_dim) for d, p in enumerate(placements)
     )
     label_shape = torch.Size(s for d, s in enumerate(logits.shape) if d != class_dim)
     shard = _shard(logits, class_dim, tp_dim)
     return LogitsLayout(own, placements, class_dim, tp_dim, shard, label_shape, label_placements)
+
+
+def _tp_dim(logits: DTensor, class_dim: int) -> int | None:
+    """The one mesh dimension that shards the classes, or None; ValueError for several and for Partial."""
+    placements = logits.placements
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate() and _sharded_dim(placement) is None:
+            raise ValueError(
+                f"{_description(logits)}: mesh dimension {dim} is {placement!r}, expected Shard or "
+                "Replicate; redistribute the logits first."
+            )
+    found = [d for d, p in enumerate(placements) if _sharded_dim(p) == class_dim]
+    if len(found) > 1 or (found and not _is_plain_shard(placements[found[0]])):
+        raise ValueError(
+            f"{_description(logits)}: mesh dimensions {found} shard the classes (dimension {class_dim}), "
+            f"expected exactly one with Shard({class_dim})."
+        )
+    return found[0] if found else None
 
 
 def _shard(logits: DTensor, class_dim: int, tp_dim: int | None) -> VocabShard:
@@ -337,6 +343,11 @@ def _without_dim(placement: Placement, removed: int) -> Placement:
         return Shard(dim - 1)
     strided: Any = placement
     return type(strided)(dim - 1, split_factor=strided.split_factor)
+
+
+def _description(logits: DTensor) -> str:
+    shape, placements = tuple(logits.shape), tuple(logits.placements)
+    return f"logits of shape {shape} with placements {placements} on {_mesh_text(logits.device_mesh)}"
 
 
 def _mesh_text(mesh: DeviceMesh) -> str:

@@ -54,6 +54,24 @@ def test_another_thread_sees_nothing() -> None:
     assert seen == [False, 0, True]
 
 
+def test_leaving_it_on_another_thread() -> None:
+    context = loss_parallel()
+    errors: list[str] = []
+
+    def leave() -> None:
+        try:
+            context.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with context:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert is_loss_parallel_active()
+    assert errors == ["loss_parallel is left on another thread or task than it was entered on."]
+
+
 def test_plain_tensors_are_pytorchs_own() -> None:
     logits, target = torch.randn(5, 7), torch.tensor([0, 6, -100, 3, 2])
     weight = torch.rand(7)
