@@ -71,6 +71,7 @@ PACKAGES = (
         ("unsloth/kernels/cross_entropy_loss.py", "unsloth/kernels/utils.py"),
     ),
     Package("torchtitan==0.3.0", "torchtitan-0.3.0", ("torchtitan/components/loss.py",)),
+    Package("cut-cross-entropy==25.1.1", "cut_cross_entropy-25.1.1", ("cut_cross_entropy/",)),
 )
 
 _QUACK = "quack_kernels-0.6.5"

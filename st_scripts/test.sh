@@ -4,7 +4,8 @@
 #   bash st_scripts/test.sh [--only style|unit|megatron|ascend|mindspore] [--help]
 #
 #   style      ruff, mypy, import-linter, shellcheck
-#   unit       tests/unit, tests/longrun, tests/benchmarks and tests/dtensor, then the Triton kernels in the interpreter
+#   unit       tests/unit, tests/longrun, tests/benchmarks, tests/dtensor and tests/losses, then the Triton kernels in
+#              the interpreter
 #   megatron   tests/megatron with Megatron-Core 0.16.1 to 0.19.0, then a short comparison on 8 CPU processes
 #   ascend, mindspore   do not exist yet
 # All parts run even if one fails. Exit status: 0 all passed, 1 a part failed (it is named), 2 bad arguments.
@@ -59,8 +60,9 @@ run_style() {
 run_unit() {
   attempt "unit" run_pytest tests/unit tests/longrun tests/benchmarks
   attempt "unit/dtensor" run_pytest tests/dtensor
+  attempt "unit/losses" run_pytest tests/losses
   # A process of its own: Triton reads TRITON_INTERPRET when it is imported.
-  attempt "unit/interpreter" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/unit -m interpreter
+  attempt "unit/interpreter" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/unit tests/losses -m interpreter
 }
 
 run_megatron() {

@@ -141,7 +141,7 @@ def test_on_ranks_all_say_the_same_and_none_hangs(rank_pools):
         "two vocabulary dims": "ValueError: lm_head's weight has placements (Shard(dim=1),)",
         "other mesh": "ValueError: hidden states are on",
         "empty batch": "ValueError: the batch is empty",
-        "tp_group with DTensors": "ValueError: global_vocab_size is 9, but lm_head's DTensor weight has 8 rows",
+        "tp_group with DTensors": "ValueError: global_vocab_size is 9, but lm_head's DTensor weight",
         "Partial logits": "ValueError: ",
         "sharded weight of FSDP": "TypeError: lm_head's weight is a DTensor",
     }
