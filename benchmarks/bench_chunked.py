@@ -118,10 +118,10 @@ def floor_step(problem: Problem) -> Step:
 
 
 def measure(
-    ways: list[LinearLoss], problem: Problem, seconds: float, say: Callable[[str], None]
+    ways: list[LinearLoss], problem: Problem, seconds: float, memory_only: bool, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """By name: times, the median of paired ratios to the floor, peak memory and errors; or the error."""
-    exact = problem.exact()
+    exact = None if memory_only else problem.exact()
     found: dict[str, dict[str, Any]] = {FLOOR: {}}
     steps = {FLOOR: floor_step(problem)}
     slow = {way.name for way in ways if way.slow}
@@ -139,6 +139,8 @@ def measure(
     del exact
     if problem.hidden.is_cuda:
         torch.cuda.empty_cache()
+    if memory_only:
+        return found
     times = _time(steps, slow, problem, seconds)
     for name, values in times.items():
         found[name].update(timing.summary(values))
@@ -148,11 +150,21 @@ def measure(
     return found
 
 
-def _check(step: Step, problem: Problem, exact: tuple[float, Tensor, Tensor]) -> dict[str, Any]:
+def _check(step: Step, problem: Problem, exact: tuple[float, Tensor, Tensor] | None) -> dict[str, Any]:
     """Compiles and warms up, compares, and measures memory."""
-    loss, d_hidden, d_weight = exact
     step.prepare()
     mine = float(step.both())
+    result = {} if exact is None else _errors(mine, problem, *exact)
+    step.prepare()
+    if exact is not None:
+        step.both()
+        step.prepare()
+    result["peak_bytes"] = memory.peak_extra_bytes(step)  # type: ignore[arg-type]
+    return result
+
+
+def _errors(mine: float, problem: Problem, loss: float, d_hidden: Tensor, d_weight: Tensor) -> dict[str, Any]:
+    """Relative errors of the loss and of the gradients' norms."""
     result: dict[str, Any] = {"loss_error": abs(mine - loss) / abs(loss)}
     for key, parameter, expected in (
         ("hidden_error", problem.hidden, d_hidden),
@@ -163,10 +175,6 @@ def _check(step: Step, problem: Problem, exact: tuple[float, Tensor, Tensor]) ->
         for a, b in zip(parameter.grad.split(8192), expected.split(8192), strict=True):
             squares += float((a.float() - b).square().sum(dtype=torch.float64))
         result[key] = squares**0.5 / float(expected.norm())
-    step.prepare()
-    step.both()
-    step.prepare()
-    result["peak_bytes"] = memory.peak_extra_bytes(step)  # type: ignore[arg-type]
     return result
 
 
@@ -211,17 +219,16 @@ def markdown(part: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, entry in part["results"].items():
-        if "ms" not in entry:
+        if "error" in entry or "missing" in entry:
             lines.append(f"| {name} | {entry.get('error') or entry.get('missing')} | | | | | |")
             continue
+        time = f"{entry['ms']:.2f} | {entry['times_floor']:.3f}" if "ms" in entry else " | "
         peak = f"{entry['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in entry else ""
         errors = [
             f"{entry[key]:.1e}" if key in entry else ""
             for key in ("loss_error", "hidden_error", "weight_error")
         ]
-        lines.append(
-            f"| {name} | {entry['ms']:.2f} | {entry['times_floor']:.3f} | {peak} | {' | '.join(errors)} |"
-        )
+        lines.append(f"| {name} | {time} | {peak} | {' | '.join(errors)} |")
     return "\n".join(lines)
 
 
@@ -237,6 +244,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", metavar="N[,N...]", help="ours is cut into so many")
     parser.add_argument("--only", metavar="TEXT[,TEXT...]", help="ways whose name begins so")
     parser.add_argument("--seconds", type=float, default=45.0, help="timed rounds of all together")
+    parser.add_argument("--memory-only", action="store_true", help="peak memory alone: two calls each")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, to see whether it runs")
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch on the CPU")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
@@ -283,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"not measured: {name}: {reason}")
     problem = Problem(options.tokens, options.hidden, options.vocab, dtype, device)
     usable = [way for way in ways if missing[way.name] is None]
-    found = measure(usable, problem, options.seconds, say)
+    found = measure(usable, problem, options.seconds, options.memory_only, say)
     part = {
         "part": "chunked",
         "environment": results.environment(device.type),

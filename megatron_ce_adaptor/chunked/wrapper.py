@@ -46,7 +46,8 @@ class ChunkedLossWrapper:
 
     Args:
         loss: computes the loss of each token; its `bare` is this object's.
-        num_chunks: into how many chunks of (nearly) the same number of tokens; at most one for each token.
+        num_chunks: into how many chunks of nearly the same number of tokens, at most one for each token; the
+            last ones may be smaller or missing, as large chunks are a multiple of 128 tokens.
         accumulation_dtype: torch.float32 to add up the parameters' gradients over the chunks in fp32, with
             buffers of that size, and to round them once; None: in their own dtype (fp16: always in fp32).
         reduce_hidden_gradient: only for plain shards of a split vocabulary, where it must be said: True to
@@ -134,7 +135,7 @@ class ChunkedLossWrapper:
         tokens = problem.labels.shape[0]
         options = LinearLossOptions(
             shard=problem.shard,
-            chunk_tokens=max(1, -(-tokens // self.num_chunks)),
+            chunk_tokens=_chunk_tokens(tokens, self.num_chunks),
             ignore_index=terms.ignore_index,
             label_smoothing=terms.label_smoothing,
             z_loss_weight=terms.z_loss_weight,
@@ -152,6 +153,12 @@ class ChunkedLossWrapper:
             metrics = terms.metrics_of(found.statistics, problem.labels, count, problem.wrap)
         loss = problem.wrap(found.total)
         return loss, (loss, metrics)
+
+
+def _chunk_tokens(tokens: int, num_chunks: int) -> int:
+    """Tokens of a chunk, the last one's fewer: from 1024 on a multiple of 128, the tiles of matrix products."""
+    size = max(1, -(-tokens // num_chunks))
+    return size if size < 1024 else -(-size // 128) * 128
 
 
 def _reciprocal(count: Tensor | float | None, like: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ counted.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dense import Problem, Reference, all_terms, assert_close, assert_number, reference
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from tp_cases import CollectiveCounter
 
@@ -30,20 +29,16 @@ UPSTREAM = 0.6875
 Counts = dict[str, int]
 
 
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 def counted(forward: Callable[[], Tensor]) -> tuple[Tensor, Counts, Counts]:
     """(loss, collectives of forward, those of (loss * UPSTREAM).backward())."""
     with CollectiveCounter() as before:
         loss = forward()
     with CollectiveCounter() as after:
         (loss * UPSTREAM).backward()
-    return loss, _names(before.calls), _names(after.calls)
+    return loss, names_of(before.calls), names_of(after.calls)
 
 
-def _names(calls: Counter[str]) -> Counts:
+def names_of(calls: Counter[str]) -> Counts:
     """By kind of collective, without what only waits for one."""
     found: Counter[str] = Counter()
     for name, count in calls.items():
@@ -118,13 +113,13 @@ def plain_shards(rank: int) -> Counts:
                 loss, metrics = call(hidden, p.labels, p.valid)
                 with CollectiveCounter() as counter:
                     (loss * UPSTREAM).backward()
-                backward = _names(counter.calls)
+                backward = names_of(counter.calls)
                 assert backward == {"all_reduce": 1}, backward
                 grad = hidden.grad
             else:
                 with CollectiveCounter() as counter:
                     loss, metrics = loss_of(layer(hidden), p.labels, p.valid)
-                forward = _names(counter.calls)
+                forward = names_of(counter.calls)
                 (loss * UPSTREAM).backward()
                 assert hidden.grad is not None
                 grad = hidden.grad.clone()
@@ -278,264 +273,6 @@ def colwise_head(rank: int) -> list[tuple[Counts, Counts]]:
     return counts
 
 
-# --- FSDP2 --------------------------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    """Embedding-like layer, norm and output layer; forward stops before the output layer."""
-
-    def __init__(self, p: Problem) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6, dtype=torch.float64)
-        with torch.no_grad():
-            self.first.weight.copy_(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6))
-            self.first.bias.fill_(0.1)
-        self.norm = nn.LayerNorm(6, dtype=torch.float64)
-        self.lm_head = linear(p.weight, p.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.first(x))
-
-
-def _dense_step(p: Problem, upstream: float, steps: int = 1) -> tuple[float, dict[str, Tensor]]:
-    model = Model(p)
-    total = 0.0
-    for _ in range(steps):
-        loss, _ = CrossEntropyLoss()(model.lm_head(model(p.hidden)), p.labels, p.valid)
-        (loss * upstream).backward()
-        total = float(loss.detach())
-    return total, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
-def reshard_settings(head: Any) -> Any:
-    """What set_reshard_after_forward sets, None for a module without FSDP."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if not isinstance(head, FSDPModule):
-        return None
-    state = head._get_fsdp_state()
-    return state._auto_reshard_after_forward, state._fsdp_param_group.post_forward_mesh_info
-
-
-def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:
-    """Sharded parameters on data-parallel ranks: gradients of the global batch, collectives of one step."""
-    from torch.distributed.fsdp import fully_shard
-
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    p = Problem.make((2 * world, 7), 6, 13)
-    # FSDP averages over the ranks
-    dense_loss, dense = _dense_step(p, UPSTREAM / world)
-    rows = slice(2 * rank, 2 * rank + 2)
-    counts = {}
-
-    def arrange(kind: str) -> Model:
-        model = Model(p)
-        if kind == "head":
-            fully_shard(model.lm_head, mesh=mesh)
-        elif kind == "grouped":
-            fully_shard([model.norm, model.lm_head], mesh=mesh)
-        if kind == "root only":
-            fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        else:
-            fully_shard(model, mesh=mesh)
-        return model
-
-    for kind in ("head", "grouped", "root only"):
-        model = arrange(kind)
-        head: Any = model.lm_head
-        settings = functools.partial(reshard_settings, head)
-        before = settings()
-        call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4).set_lm_head(head)
-        for step in range(2):
-            hidden = model(p.hidden[rows])
-            loss, forward, backward = counted(remember(call, {}, hidden, p.labels[rows], p.valid))
-            assert settings() == before
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            assert_number(total, dense_loss, f"{kind} {step}: loss")
-            for name, parameter in model.named_parameters():
-                assert_close(parameter.grad.full_tensor(), dense[name], f"{kind} {step}: {name}")
-                parameter.grad = None
-            counts[kind] = (forward, backward)
-        _after_an_exception(model, call, p, rows, dense, settings, before)
-        _without_sync(model, call, p, rows, dense)
-        with torch.no_grad():
-            total = call(model(p.hidden[rows]), p.labels[rows], p.valid)[0]
-        assert settings() == before
-        dist.all_reduce(total)
-        assert_number(total, dense_loss, f"{kind}: evaluation")
-    return counts
-
-
-def _after_an_exception(
-    model: Model, call: Any, p: Problem, rows: slice, dense: dict[str, Tensor], settings: Any, before: Any
-) -> None:
-    """An exception in a chunk leaves the flags as they were, and the next step is right."""
-    bad = p.labels[rows].clone()
-    bad[-1, -1] = 999
-    try:
-        call(model(p.hidden[rows]), bad, p.valid)
-    except ValueError as error:
-        assert "999" in str(error)
-    else:
-        raise AssertionError("a label that is no class was accepted")
-    assert settings() == before
-    assert settings() is None or isinstance(model.lm_head.weight, DTensor), f"still gathered, {before}"
-    (call(model(p.hidden[rows]), p.labels[rows], p.valid)[0] * UPSTREAM).backward()
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad.full_tensor(), dense[name], f"after an exception: {name}")
-        parameter.grad = None
-
-
-def _without_sync(model: Any, call: Any, p: Problem, rows: slice, dense: dict[str, Tensor]) -> None:
-    """The first of two micro-batches without gradient synchronisation."""
-    for i in range(2):
-        model.set_requires_gradient_sync(i == 1)
-        hidden = model(p.hidden[rows])
-        _, _, backward = counted(remember(call, {}, hidden, p.labels[rows], p.valid))
-        assert i == 1 or "reduce_scatter" not in backward, backward
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad.full_tensor(), 2 * dense[name], f"two micro-batches: {name}")
-        parameter.grad = None
-
-
-def fsdp_mixed_precision(rank: int) -> None:
-    """bf16 parameters and outputs, fp32 masters: the loss stays fp32, the gradients are close."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    p = Problem.make((2 * world, 7), 6, 13)
-    dense_loss, dense = _dense_step(p, 1 / world)
-    model = Model(p).float()
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
-    )
-    fully_shard(model.lm_head, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)
-    rows = slice(2 * rank, 2 * rank + 2)
-    call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4, accumulation_dtype=torch.float32)
-    loss, _ = call.set_lm_head(model.lm_head)(model(p.hidden[rows].float()), p.labels[rows], p.valid)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    total = loss.detach()
-    dist.all_reduce(total)
-    assert_number(total, dense_loss, "loss", 1e-2)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.dtype == torch.float32
-        assert_close(parameter.grad.full_tensor(), dense[name], name, 3e-2)
-
-
-def fsdp_and_tp(rank: int) -> tuple[Counts, Counts]:
-    """FSDP2 over a tensor-parallel head on a 2 x 2 mesh."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    dp = mesh.get_local_rank("dp")
-    p = Problem.make((4, 8), 6, 10)
-    dense_loss, dense = _dense_step(p, UPSTREAM / 2)
-    model = Model(p)
-    parallelize_module(
-        model.lm_head,
-        mesh["tp"],
-        ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False),
-    )
-    fully_shard(model.lm_head, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=3).set_lm_head(model.lm_head)
-    rows = slice(2 * dp, 2 * dp + 2)
-    for _ in range(2):
-        hidden = model(p.hidden[rows])
-        loss, forward, backward = counted(remember(call, {}, hidden, p.labels[rows], p.valid))
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=mesh.get_group("dp"))
-        assert_number(total, dense_loss, "loss")
-        for name, parameter in model.named_parameters():
-            assert_close(parameter.grad.full_tensor(), dense[name], name)
-            parameter.grad = None
-    return forward, backward
-
-
-# --- bad input ----------------------------------------------------------------------------------------------
-
-
-def bad_calls(rank: int) -> dict[str, str]:
-    """What each of many calls that do not fit said on this rank; all ranks meet after each."""
-    world, group = dist.get_world_size(), dist.group.WORLD
-    mesh = init_device_mesh("cpu", (world,))
-    other = init_device_mesh("cpu", (1, world))
-    p = Problem.make((2, 3), 6, 8, bias=False, ignored=0.0)
-    nine = Problem.make((2, 3), 6, 9, bias=False, ignored=0.0)
-    own = linear(chunk_of(p.weight, rank, world), None)
-    uneven = linear(chunk_of(nine.weight, rank, world), None)
-    split = CrossEntropyLoss(tp_group=group)
-    too_large = p.labels.clone()
-    too_large[1, 2] = 8
-
-    def dtensor_head(placement: Any, on: DeviceMesh = mesh) -> nn.Linear:
-        layer = linear(p.weight, None)
-        layer.weight = nn.Parameter(distribute_tensor(p.weight, on, placement))
-        return layer
-
-    def chunked(
-        head: nn.Module, loss_of: CrossEntropyLoss, hidden: Tensor, labels: Tensor, reduce: bool | None = None
-    ) -> Any:
-        call = ChunkedLossWrapper(loss_of, num_chunks=2, reduce_hidden_gradient=reduce).set_lm_head(head)
-        return call(hidden, labels)
-
-    def fsdp_leftover() -> Any:
-        from torch.distributed.fsdp import fully_shard
-
-        model = Model(p)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        return chunked(model.lm_head, CrossEntropyLoss(), model(p.hidden), p.labels)
-
-    rows = DTensor.from_local(p.hidden, mesh, [Shard(0)], run_check=False)
-    everywhere = DTensor.from_local(p.hidden, mesh, [Replicate()], run_check=False)
-    plain, vocabulary = CrossEntropyLoss(), [Shard(0)]
-    calls: dict[str, Callable[[], Any]] = {
-        "no reduction named": lambda: chunked(own, split, p.hidden, p.labels),
-        "uneven shards": lambda: chunked(uneven, split, p.hidden, p.labels, True),
-        "wrong vocabulary": lambda: chunked(
-            uneven, CrossEntropyLoss(tp_group=group, global_vocab_size=8), p.hidden, p.labels, True
-        ),
-        "class weight": lambda: chunked(
-            own, CrossEntropyLoss(tp_group=group, weight=torch.ones(4)), p.hidden, p.labels, True
-        ),
-        "labels": lambda: chunked(own, split, p.hidden, torch.zeros(2, 4, dtype=torch.long), True),
-        "label": lambda: chunked(own, split, p.hidden, too_large, True),
-        "float labels": lambda: chunked(own, split, p.hidden, p.labels.float(), True),
-        "plain labels": lambda: chunked(
-            dtensor_head([Replicate()]), plain, rows, torch.zeros(2 * world, 3, dtype=torch.long)
-        ),
-        "plain hidden": lambda: chunked(dtensor_head(vocabulary), plain, p.hidden, p.labels),
-        "plain head": lambda: chunked(own, plain, everywhere, p.labels),
-        "two vocabulary dims": lambda: chunked(dtensor_head([Shard(1)]), plain, everywhere, p.labels),
-        "other mesh": lambda: chunked(
-            dtensor_head([Replicate(), Shard(0)], other), plain, everywhere, p.labels
-        ),
-        "empty batch": lambda: chunked(dtensor_head(vocabulary), plain, everywhere[:0], p.labels[:0]),
-        "tp_group with DTensors": lambda: chunked(
-            dtensor_head(vocabulary), CrossEntropyLoss(global_vocab_size=9), everywhere, p.labels
-        ),
-        "Partial logits": lambda: plain(
-            DTensor.from_local(p.hidden, mesh, [Partial()], run_check=False), p.labels
-        ),
-        "sharded weight of FSDP": fsdp_leftover,
-    }
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-            found[name] = "returned"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return found
-
-
 # --- the core -----------------------------------------------------------------------------------------------
 
 
@@ -560,4 +297,4 @@ def sequence_parallel_per_token(rank: int) -> tuple[Counts, Counts]:
     assert_close(loss, dense.detach(), "loss")
     for mine, x in zip(own, inputs, strict=True):
         assert_close(mine.grad, chunk_of(x.grad, rank, world), "gradient")
-    return _names(forward.calls), _names(backward.calls)
+    return names_of(forward.calls), names_of(backward.calls)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bad_input_programs as programs
 import pytest
-import rank_programs as programs
 import torch
 from dense import Problem
 from torch import nn

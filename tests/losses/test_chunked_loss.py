@@ -56,6 +56,27 @@ def test_equals_dense_for_every_term(shape, chunks):
             assert_number(metrics[name], value, name)
 
 
+def test_sizes_of_chunks(monkeypatch):
+    sizes = []
+    original = walk.dispatch.forward_pass
+    monkeypatch.setattr(
+        walk.dispatch,
+        "forward_pass",
+        lambda module, x, *a: (sizes.append(len(x)), original(module, x, *a))[1],
+    )
+    for tokens, chunks, expected in (
+        (21, 4, [6, 6, 6, 3]),
+        (3, 8, [1, 1, 1]),
+        (8192, 4, [2048] * 4),
+        (8192, 3, [2816, 2816, 2560]),  # multiples of 128
+        (8200, 8, [1152] * 7 + [136]),
+    ):
+        p = Problem.make((tokens,), 2, 3, dtype=torch.float32)
+        criterion(linear(p), chunks)(p.hidden, p.labels)
+        assert sizes == expected
+        sizes.clear()
+
+
 def test_without_a_count_it_is_the_sum():
     p = Problem.make((4, 5), 6, 11)
     loss, metrics = criterion(linear(p), 3, report_metrics=True)(p.hidden, p.labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fsdp_programs
 import pytest
 import rank_programs as programs
 
@@ -38,7 +39,7 @@ def test_colwise_parallel_head(rank_pools, world):
 def test_fsdp(rank_pools):
     # HAZARDS 34. Forward of the wrapped lm_head gathers once; backward of the whole step scatters once a
     # group of parameters: lm_head (with its norm) and the root's
-    for counts in rank_pools(2).run(programs.fsdp):
+    for counts in rank_pools(2).run(fsdp_programs.fsdp):
         assert counts == {
             "head": ({"all_gather": 1}, {"reduce_scatter": 2}),
             "grouped": ({}, {"reduce_scatter": 2}),  # gathered before the norm
@@ -47,10 +48,10 @@ def test_fsdp(rank_pools):
 
 
 def test_fsdp_mixed_precision(rank_pools):
-    rank_pools(2).run(programs.fsdp_mixed_precision)
+    rank_pools(2).run(fsdp_programs.fsdp_mixed_precision)
 
 
 def test_fsdp_over_tensor_parallel(rank_pools):
-    for forward, backward in rank_pools(4).run(programs.fsdp_and_tp):
+    for forward, backward in rank_pools(4).run(fsdp_programs.fsdp_and_tp):
         assert forward == {"all_gather": 1 + 3}  # FSDP's, and one a chunk
         assert backward == {"all_reduce": 1, "reduce_scatter": 2}
