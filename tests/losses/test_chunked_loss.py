@@ -59,11 +59,12 @@ def test_equals_dense_for_every_term(shape, chunks):
 def test_sizes_of_chunks(monkeypatch):
     sizes = []
     original = walk.dispatch.forward_pass
-    monkeypatch.setattr(
-        walk.dispatch,
-        "forward_pass",
-        lambda module, x, *a: (sizes.append(len(x)), original(module, x, *a))[1],
-    )
+
+    def spy(module, logits, *rest):
+        sizes.append(len(logits))
+        return original(module, logits, *rest)
+
+    monkeypatch.setattr(walk.dispatch, "forward_pass", spy)
     for tokens, chunks, expected in (
         (21, 4, [6, 6, 6, 3]),
         (3, 8, [1, 1, 1]),

@@ -1,4 +1,4 @@
-"""The chunked loss on an NVIDIA GPU: compiled kernels, fp32 sums of bf16 products, no host synchronisation."""
+"""The chunked loss on an NVIDIA GPU: compiled kernels, fp32 sums of bf16 products, no host waiting."""
 
 from __future__ import annotations
 
