@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", metavar="FILE:NAME", help="a @triton.jit kernel of yours")
     parser.add_argument(
         "arguments", metavar="NAME=VALUE", nargs="*",
-        help="with --kernel, for each parameter its type (*bf16, *i64, i32, fp32; ':16' after it for a multiple of "
-        "16), or its value (1024, 0.1, True, None) if it is a tl.constexpr",
+        help="with --kernel, for each parameter its type (*bf16, *i64, i32, fp32; ':16' after it for a multiple "
+        "of 16), or its value (1024, 0.1, True, None) if it is a tl.constexpr",
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def verdict(answers: Sequence[dict[str, Any]]) -> int:
 
 def _is_slow(answer: dict[str, Any]) -> bool:
     gave_up = "enable-auto-multi-buffer" in answer["given_up"]
-    return answer["scalar_loops"] > 0 or gave_up or not answer["double_buffered"]
+    return answer["scalar_loops"] > 0 or gave_up or answer["double_buffered"] is False
 
 
 class _NoToolchainError(Exception):
@@ -227,7 +227,7 @@ def _row(answer: dict[str, Any]) -> tuple[str, ...]:
         answer["compiler"],
         "slow" if _is_slow(answer) else "OK",
         str(answer["ub_bytes"]),
-        "yes" if answer["double_buffered"] else "no",
+        {True: "yes", False: "no", None: "no loop"}[answer["double_buffered"]],
         str(answer["scalar_loops"]),
         str(answer["waits"]),
         f"{answer['cost']:g}",

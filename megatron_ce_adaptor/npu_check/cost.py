@@ -38,8 +38,11 @@ class Cost(NamedTuple):
         return Cost(self.copies + times * other.copies, self.compute + times * other.compute)
 
     def cycles(self, overlap: bool) -> float:
-        """Copies run beside the computation where buffers alternate."""
-        return max(self.copies, self.compute) if overlap else self.copies + self.compute
+        """Copies run beside the computation where buffers alternate, but not all of them: a quarter of the
+        smaller part stays visible, so that no part can grow unseen."""
+        if not overlap:
+            return self.copies + self.compute
+        return max(self.copies, self.compute) + min(self.copies, self.compute) / 4
 
 
 def cost_of_row(program: Program, trips: Sequence[float], rows: int = 1) -> float:
@@ -51,9 +54,9 @@ def cost_of_row(program: Program, trips: Sequence[float], rows: int = 1) -> floa
     """
     outer = program.function.loops()
     if not outer:
-        return round(_of_block(program.function, iter(trips)).cycles(program.double_buffered), 1)
+        return round(_of_block(program.function, iter(trips)).cycles(bool(program.double_buffered)), 1)
     total = _of_block(outer[0], iter(trips))
-    cycles = total.cycles(program.double_buffered)
+    cycles = total.cycles(bool(program.double_buffered))
     if program.scalar_loops:
         largest = max((i.elements for i in outer[0].walk()), default=1)
         cycles += _ELEMENT * largest * program.scalar_loops

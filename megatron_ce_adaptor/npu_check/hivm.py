@@ -107,10 +107,34 @@ class Program:
         return sum(i.kind == "wait" for i in self.function.walk())
 
     @property
-    def double_buffered(self) -> bool:
-        """Every tile that is loaded within a loop over tiles goes to one of two places in turn."""
+    def double_buffered(self) -> bool | None:
+        """Every tile that is loaded within a loop over tiles goes to one of two places in turn; None if there is
+        no such load."""
         loads = [i for loop in self.tile_loops for i in loop.walk() if i.kind == "load" and i.elements > 1]
-        return bool(loads) and all(i.alternates for i in loads)
+        return all(i.alternates for i in loads) if loads else None
+
+    @property
+    def last_store_waits(self) -> bool:
+        """Nothing that was stored earlier can arrive in GM after what is stored last."""
+        block = _block_of_last_store(self.function)
+        stores = [k for k, item in enumerate(block) if isinstance(item, Instruction) and item.kind == "store"]
+        for item in reversed(block[: stores[-1]] if stores else []):
+            if isinstance(item, Block) or item.kind == "store":
+                return False
+            if item.kind == "barrier" and item.name in ("MTE3", "ALL"):
+                return True
+        return False
+
+
+def _block_of_last_store(block: Block) -> list[Instruction | Block]:
+    for item in reversed(block.body):
+        if isinstance(item, Block):
+            found = _block_of_last_store(item)
+            if found:
+                return found
+        elif item.kind == "store":
+            return block.body
+    return []
 
 
 def parse(text: str) -> Program:

@@ -82,6 +82,7 @@ def _describe(
             "double_buffered": program.double_buffered,
             "scalar_loops": program.scalar_loops,
             "waits": program.waits,
+            "last_store_waits": program.last_store_waits,
             "cost": cost_of_row(program, case["trips"], case["rows"]),
         }
     return answer

@@ -3,7 +3,8 @@ parallelism.
 
 The whole set runs once per kind: on the CPU with the reference implementation; on the CPU with the Triton
 kernels in the interpreter (`TRITON_INTERPRET=1 pytest -m interpreter`, a run of its own because Triton
-reads the variable when it is imported); on an NVIDIA GPU with the compiled kernels (`pytest -m gpu`).
+reads the variable when it is imported), those for NPUs with MCE_TRITON_KERNELS=ascend; on an NVIDIA GPU with
+the compiled kernels (`pytest -m gpu`).
 """
 
 from __future__ import annotations
@@ -44,17 +45,25 @@ INTERPRETER = Device("interpreter", "cpu", "triton")
 COMPILED = Device("compiled", "cuda", "triton")
 
 
-MOST_INTERPRETED_CASES = 8
+ASCEND = os.environ.get("MCE_TRITON_KERNELS") == "ascend"
+
+MOST_INTERPRETED_CASES = 2 if ASCEND else 8
 """Of a parametrised test: the interpreter takes about a second a case, and the other runs take them all."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves a fixed random sample of the interpreter's cases where a test has many."""
+    """Leaves a fixed random sample of the interpreter's cases where a test has many, and none in fp64 of the
+    kernels for NPUs, which do not have it.
+    """
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("interpreter"):
             cases.setdefault((str(item.path), item.originalname), []).append(item)
     dropped: set[int] = set()
+    if ASCEND:
+        for key, group in cases.items():
+            dropped.update(id(item) for item in group if _is_fp64(item))
+            cases[key] = [item for item in group if not _is_fp64(item)]
     for (_, name), group in cases.items():
         keep = MOST_INTERPRETED_CASES * (2 if "logits_layouts" in name else 1)
         if len(group) > keep:
@@ -62,6 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in dropped])
         items[:] = [item for item in items if id(item) not in dropped]
+
+
+def _is_fp64(item: pytest.Item) -> bool:
+    parameters = (
+        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    )
+    return torch.float64 in parameters.values() or item.originalname == "test_gradcheck"
 
 
 def _devices(with_reference: bool = True) -> list[object]:
