@@ -63,6 +63,10 @@ if [[ "$nodes" =~ ^[0-9]+$ && "$node_rank" =~ ^[0-9]+$ && "$node_rank" -lt $((no
 fi
 out="${out#"$REPO"/}"
 dry_run="${DRY_RUN:-0}"
+# Relative to where the caller is, not to this checkout.
+for name in DATA_PATH TOKENIZER_MODEL MEGATRON_PATH; do
+  [ -z "${!name:-}" ] || [ "$CALLER_DIR" = "$REPO" ] || export "$name"="$(caller_path "${!name}")"
+done
 
 [ -n "${DATA_PATH:-}" ] || [ "$DEVICE" = cpu ] || die 2 "DATA_PATH is not set: export the prefix of your .bin and .idx, without the suffix."
 # GPT2BPETokenizer would look for more than these two files on the internet; a tokenizer folder is complete.

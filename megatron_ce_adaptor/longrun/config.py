@@ -2,7 +2,8 @@
 
 The form is that of Megatron's functional tests: ``ENV_VARS`` (exported for every rank) and ``MODEL_ARGS``
 (keyed by literal Megatron flags). ``true`` gives a bare flag, ``false`` and ``null`` leave the flag out, a
-list XX"""
+list gives one word for each of its items.
+"""
 
 from __future__ import annotations
 
