@@ -156,7 +156,7 @@ class ChunkedLossWrapper:
 
 
 def _chunk_tokens(tokens: int, num_chunks: int) -> int:
-    """Tokens of a chunk (the last has fewer): from 1024 on a multiple of 128, the tiles of matrix products."""
+    """Tokens of a chunk, fewer in the last: from 1024 on a multiple of 128, the tile of matrix products."""
     size = max(1, -(-tokens // num_chunks))
     return size if size < 1024 else -(-size // 128) * 128
 
