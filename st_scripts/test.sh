@@ -7,21 +7,22 @@
 #   unit       tests/unit, tests/longrun, tests/benchmarks, tests/dtensor and tests/losses, then the Triton kernels in
 #              the interpreter
 #   megatron   tests/megatron with Megatron-Core 0.16.1 to 0.19.0, then a short comparison on 8 CPU processes
-#   ascend, mindspore   do not exist yet
+#   ascend     the NPU's kernels: compiled for the 910B3 with three versions of the compiler, run in the interpreter
+#   mindspore  does not exist yet
 # All parts run even if one fails. Exit status: 0 all passed, 1 a part failed (it is named), 2 bad arguments.
 set -euo pipefail
 SCRIPT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$(basename "${BASH_SOURCE[0]}")"
 # shellcheck source=st_scripts/common.sh
 source "$(dirname "$SCRIPT")/common.sh"
 
-parts=(style unit megatron)
+parts=(style unit megatron ascend)
 while [ $# -gt 0 ]; do
   case "$1" in
     --only)
       need_value "$1" $#
       case "$2" in
-        style | unit | megatron) parts=("$2") ;;
-        ascend | mindspore) die 2 "the part $2 does not exist yet." ;;
+        style | unit | megatron | ascend) parts=("$2") ;;
+        mindspore) die 2 "the part $2 does not exist yet." ;;
         *) die 2 "there is no part $2; choose style, unit, megatron, ascend or mindspore." ;;
       esac
       shift 2
@@ -80,6 +81,13 @@ other_megatrons() {
     install_packages --no-deps --target "$folder.partial" "megatron-core==$version" || return 1
     mv "$folder.partial" "$folder" || return 1
   done
+}
+
+run_ascend() {
+  attempt "ascend/toolchain" bash st_scripts/setup_npu_gate.sh
+  attempt "ascend" run_pytest tests/ascend
+  attempt "ascend/interpreter" env TRITON_INTERPRET=1 MCE_TRITON_KERNELS=ascend "$VENV_PYTHON" -m pytest -q tests/unit -m interpreter
+  attempt "ascend/kernels" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/ascend -m interpreter
 }
 
 for part in "${parts[@]}"; do "run_$part"; done

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", metavar="FILE:NAME", help="a @triton.jit kernel of yours")
     parser.add_argument(
         "arguments", metavar="NAME=VALUE", nargs="*",
-        help="with --kernel, for each parameter its type (*bf16, *i64, i32, fp32; ':16' after it for a multiple "
-        "of 16), or its value (1024, 0.1, True, None) if it is a tl.constexpr",
+        help="with --kernel, for each parameter its type (*bf16, *i64, i32, fp32; ':16' after it for a "
+        "multiple of 16), or its value (1024, 0.1, True, None) if it is a tl.constexpr",
     )  # fmt: skip
 
 

@@ -108,8 +108,7 @@ class Program:
 
     @property
     def double_buffered(self) -> bool | None:
-        """Every tile that is loaded within a loop over tiles goes to one of two places in turn; None if there is
-        no such load."""
+        """Every tile loaded in a loop over tiles goes to one of two places in turn; None: no such load."""
         loads = [i for loop in self.tile_loops for i in loop.walk() if i.kind == "load" and i.elements > 1]
         return all(i.alternates for i in loads) if loads else None
 

@@ -1,4 +1,4 @@
-"""Kernels that `megatron-ce npu-check` must reject, or call slow: without them a gate that accepts all would pass."""
+"""Kernels that npu-check must reject or call slow: without them a gate that accepts everything would pass."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""`megatron-ce npu-check` without a toolchain and with bad arguments: one sentence and a status that means something."""
+"""`megatron-ce npu-check` without a toolchain or with bad arguments: one sentence and a status."""
 
 from __future__ import annotations
 

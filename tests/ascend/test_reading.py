@@ -1,4 +1,4 @@
-"""What is read from the compiler's output, and the estimate from it, on a small program written for the purpose."""
+"""What is read from the compiler's output, and the estimate from it, on a small program of our own."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import pytest
 from megatron_ce_adaptor.npu_check import hivm
 from megatron_ce_adaptor.npu_check.cost import cost_of_row
 
-# A loop over rows with a loop over tiles: a double-buffered load, an exponential, a store, one wait with the scalar unit.
+# A loop over rows with one over tiles: a double-buffered load, exponentials, a store, a wait of S for V.
 PROGRAM = """
 module attributes {dlti = "UB_SIZE", 1572864 : i32, "VECTOR_CORE_COUNT", 40 : i32} {
   func.func @kernel_infer_task_type_function() -> i8 {
     return %c10_i8 : i8
   }
-  func.func private @vexp_1d_float(memref<?xf32, #hivm.address_space<ub>>)
-  func.func @kernel(%arg0: memref<?xbf16, #hivm.address_space<gm>>) {
-    %0 = hivm.hir.pointer_cast(%c0_i64) : memref<1024xf32, #hivm.address_space<ub>>
-    %1 = hivm.hir.pointer_cast(%c4096_i64) : memref<1024xf32, #hivm.address_space<ub>>
+  func.func private @vexp_1d_float(memref<?xf32@UB>)
+  func.func @kernel(%arg0: memref<?xbf16@GM>) {
+    %0 = hivm.hir.pointer_cast(%c0_i64) : memref<1024xf32@UB>
+    %1 = hivm.hir.pointer_cast(%c4096_i64) : memref<1024xf32@UB>
     scf.for %arg1 = %a to %b step %c : i32 {
       scf.for %arg2 = %a to %b step %c : i32 {
-        %2 = arith.select %x, %1, %0 : memref<1024xf32, #hivm.address_space<ub>>
-        %view = memref.subview %2[0] [%n] [1] : memref<1024xf32, #hivm.address_space<ub>> to memref<?xf32, #hivm.address_space<ub>>
+        %2 = arith.select %x, %1, %0 : memref<1024xf32@UB>
+        %view = memref.subview %2[0] [%n] [1] : memref<1024xf32@UB> to memref<?xf32@UB>
         scf.if %tail {
-          hivm.hir.vbrc ins(%cst : f32) outs(%2 : memref<1024xf32, #hivm.address_space<ub>>)
+          hivm.hir.vbrc ins(%cst : f32) outs(%2 : memref<1024xf32@UB>)
         } {hivm.unlikely_condition}
-        hivm.hir.load ins(%gm : memref<?xf32, #hivm.address_space<gm>>) outs(%view : memref<?xf32, #hivm.address_space<ub>>)
+        hivm.hir.load ins(%gm : memref<?xf32@GM>) outs(%view : memref<?xf32@UB>)
         hivm.hir.wait_flag[<PIPE_MTE2>, <PIPE_V>, <EVENT_ID0>]
-        %cast = memref.cast %2 : memref<1024xf32, #hivm.address_space<ub>> to memref<?xf32, #hivm.address_space<ub>>
-        func.call @vexp_1d_float(%cast) : (memref<?xf32, #hivm.address_space<ub>>) -> ()
+        %cast = memref.cast %2 : memref<1024xf32@UB> to memref<?xf32@UB>
+        func.call @vexp_1d_float(%cast) : (memref<?xf32@UB>) -> ()
         hivm.hir.wait_flag[<PIPE_V>, <PIPE_S>, <EVENT_ID0>]
-        hivm.hir.store ins(%2 : memref<1024xf32, #hivm.address_space<ub>>) outs(%gm : memref<?xf32, #hivm.address_space<gm>>)
+        hivm.hir.store ins(%2 : memref<1024xf32@UB>) outs(%gm : memref<?xf32@GM>)
       }
       hivm.hir.pipe_barrier[<PIPE_MTE3>]
-      %3 = hivm.hir.pointer_cast(%c8192_i64) : memref<1xf32, #hivm.address_space<ub>>
-      hivm.hir.store ins(%3 : memref<1xf32, #hivm.address_space<ub>>) outs(%gm : memref<?xf32, #hivm.address_space<gm>>)
+      %3 = hivm.hir.pointer_cast(%c8192_i64) : memref<1xf32@UB>
+      hivm.hir.store ins(%3 : memref<1xf32@UB>) outs(%gm : memref<?xf32@GM>)
     }
     return
   }
 }
-"""
+""".replace("@UB", ", #hivm.address_space<ub>").replace("@GM", ", #hivm.address_space<gm>")
 
 
 def test_memory_loops_and_waits() -> None:

@@ -66,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[key] = [item for item in group if not _is_fp64(item)]
     for (_, name), group in cases.items():
         keep = MOST_INTERPRETED_CASES * (2 if "logits_layouts" in name else 1)
+        keep = 1 if ASCEND and name == "test_equals_dense" else keep  # a hundred cases in each
         if len(group) > keep:
             dropped.update(map(id, random.Random(name).sample(group, len(group) - keep)))
     if dropped:
