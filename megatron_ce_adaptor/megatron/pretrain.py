@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import runpy
 import sys
 import time
@@ -47,6 +48,14 @@ _NEEDS_PRETRAIN_GPT = (
     "--sft",
     "--spec",
     "--yaml-cfg",
+)
+
+
+# The one line that MegatronAdaptor, MindSpeed and MindSpeed-LLM are activated with, in its usual forms.
+_ADAPTOR_IMPORT = re.compile(
+    r"^(?:import (?P<module>megatron_adaptor|mindspeed(?:_llm)?\.megatron_adaptor)"
+    r"|from (?P<package>mindspeed(?:_llm)?) import megatron_adaptor)\b",
+    re.MULTILINE,
 )
 
 
@@ -154,17 +163,38 @@ def find_pretrain_gpt(megatron_path: str) -> Path:
 # --- preparing the process -------------------------------------------------------------------------------
 
 
-def _prepare_npu() -> None:
-    """Activate what answers torch.cuda for the NPU: MegatronAdaptor, else MindSpeed, else torch_npu alone."""
+def npu_adaptors(script: Path | None) -> list[str]:
+    """The modules to import before Megatron on an NPU: those that the user's `script` imports, in its order.
+
+    They replace names that Megatron's modules bind when they are imported, and the preparation imports
+    Megatron, so the script's own line would come too late. If it imports none: what is installed of
+    MegatronAdaptor, MindSpeed and torch_npu's own mapping of torch.cuda, the first of them.
+    """
+    text = script.read_text(encoding="utf-8", errors="replace") if script is not None else ""
+    named = [match["package"] or match["module"] for match in _ADAPTOR_IMPORT.finditer(text)]
+    named = [name if "megatron_adaptor" in name else f"{name}.megatron_adaptor" for name in named]
+    if named:
+        return list(dict.fromkeys(named))
+    installed = (
+        adaptor
+        for adaptor in ("megatron_adaptor", "mindspeed.megatron_adaptor", "torch_npu.contrib.transfer_to_npu")
+        if importlib.util.find_spec(adaptor.partition(".")[0]) is not None
+    )
+    return [next(installed)]  # torch_npu is there
+
+
+def _prepare_npu(script: Path | None) -> None:
     importlib.import_module("torch_npu")
-    for adaptor in ("megatron_adaptor", "mindspeed.megatron_adaptor", "torch_npu.contrib.transfer_to_npu"):
-        if importlib.util.find_spec(adaptor.partition(".")[0]) is not None:
-            importlib.import_module(adaptor)
-            return
+    for adaptor in npu_adaptors(script):
+        importlib.import_module(adaptor)
 
 
-def prepare_device(device: str) -> None:
-    """Make this process ready to import and run Megatron on `device` ('cpu', 'cuda' or 'npu')."""
+def prepare_device(device: str, script: Path | None = None) -> None:
+    """Make this process ready to import and run Megatron on `device` ('cpu', 'cuda' or 'npu').
+
+    Args:
+        script: the pretrain script that will run, None for the installed megatron-core.
+    """
     from megatron_ce_adaptor.megatron import wheel_fixes
 
     if device == "cpu":
@@ -173,7 +203,7 @@ def prepare_device(device: str) -> None:
         cpu_device.install()
         cpu_device.install_in_megatron()
     elif device == "npu":
-        _prepare_npu()
+        _prepare_npu(script)
     wheel_fixes.apply()
 
 
@@ -257,7 +287,7 @@ def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
     device = choose_device(os.environ.get("MCE_DEVICE"))
     if script is not None:
         sys.path.insert(0, str(script.parent))
-        prepare_device(device)
+        prepare_device(device, script)
         return partial(run_pretrain_gpt, script, argv)
     _require_training_loop()
     prepare_device(device)

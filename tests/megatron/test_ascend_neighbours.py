@@ -17,7 +17,13 @@ from ascend_stack import NAMES, PREDICTED_LOGITS, build_ascend_stack
 from fake_megatron import build_fake_megatron
 from interpreters import start_python
 
-from megatron_ce_adaptor.megatron import apply_patches, install_import_hook, patch_status, remove_patches
+from megatron_ce_adaptor.megatron import (
+    apply_patches,
+    install_import_hook,
+    patch_status,
+    pretrain,
+    remove_patches,
+)
 from megatron_ce_adaptor.megatron.call_counter import call_counts
 from megatron_ce_adaptor.megatron.patching import PatchWarning, TargetState
 
@@ -187,6 +193,44 @@ def test_neighbours_are_named_from_what_is_imported(stack: Callable[[str], None]
     assert layers[-1] == ARGUMENTS
     line = neighbours.report()
     assert json.loads(line.removeprefix(neighbours.LINE))["computed by"] == owners
+
+
+@pytest.mark.parametrize(
+    ("line", "adaptors"),
+    [
+        ("import megatron_adaptor", ["megatron_adaptor"]),
+        ("import mindspeed.megatron_adaptor  # noqa", ["mindspeed.megatron_adaptor"]),
+        ("from mindspeed import megatron_adaptor", ["mindspeed.megatron_adaptor"]),
+        ("from mindspeed_llm import megatron_adaptor", ["mindspeed_llm.megatron_adaptor"]),
+        (
+            "import megatron_adaptor\nimport mindspeed.megatron_adaptor",
+            ["megatron_adaptor", "mindspeed.megatron_adaptor"],
+        ),
+        ("# import mindspeed.megatron_adaptor", ["megatron_adaptor"]),  # none is named: what is installed
+        ("import megatron_adaptor_tools", ["megatron_adaptor"]),
+    ],
+)
+def test_the_scripts_adaptors_are_imported_before_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, adaptors: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(build_ascend_stack(tmp_path / "stack"))
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(f"import torch\n{line}\nfrom megatron.training import pretrain\n")
+    assert pretrain.npu_adaptors(script) == adaptors
+    assert pretrain.npu_adaptors(None) == ["megatron_adaptor"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_npu_is_prepared_with_the_scripts_adaptors(
+    stack: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    stack("ours")
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import torch\n" + "import mindspeed.megatron_adaptor\n" * named)
+    pretrain._prepare_npu(script)
+    assert "megatron_adaptor" in sys.modules
+    assert ("mindspeed.megatron_adaptor" in sys.modules) == named
 
 
 def test_doctor_says_who_owns_what(tmp_path: Path) -> None:
