@@ -144,7 +144,7 @@ def local_problem(
             "labels.to_local()."
         )
     if is_column_parallel(head):
-        return _column_parallel_problem(head, hidden, weight, bias, labels)
+        return _column_parallel_problem(head, hidden, weight, bias, labels, vocabulary)
     return _plain_problem(hidden, weight, bias, labels, vocabulary)
 
 
@@ -197,13 +197,25 @@ def _plain_problem(
 
 
 def _column_parallel_problem(
-    head: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    head: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    vocabulary: Vocabulary,
 ) -> LocalProblem:
     if hidden.dim() != 3:
         raise ValueError(
             f"hidden states have shape {tuple(hidden.shape)}, expected [s, b, h] for Megatron's lm_head."
         )
     shard = VocabShard.of_equal_shards(head.tp_group, weight.shape[0])
+    if vocabulary.tp_group not in (None, head.tp_group):
+        raise ValueError("tp_group is not lm_head's own: leave tp_group out for Megatron's layer.")
+    if vocabulary.global_vocab_size not in (None, shard.total_columns):
+        raise ValueError(
+            f"global_vocab_size is {vocabulary.global_vocab_size}, but lm_head has {shard.total_columns} "
+            "columns on all ranks together: leave it out for Megatron's layer."
+        )
     exchange: HiddenExchange = NoExchange()
     s, b, h = hidden.shape
     if shard.group is not None:

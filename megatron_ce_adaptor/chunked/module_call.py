@@ -100,14 +100,13 @@ def _gathered_once(module: Any) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     state = module._get_fsdp_state()
-    group = state._fsdp_param_group
     # what set_reshard_after_forward sets, which has no counterpart to read it
     automatic = state._auto_reshard_after_forward
-    target = group.post_forward_mesh_info if group is not None else None
+    targets = [(group, group.post_forward_mesh_info) for group in _parameter_groups(state)]
 
     def settings_back() -> None:
         state._auto_reshard_after_forward = automatic
-        if group is not None:
+        for group, target in targets:
             group.post_forward_mesh_info = target
 
     if torch.is_grad_enabled():
@@ -116,3 +115,11 @@ def _gathered_once(module: Any) -> Iterator[Callable[[], None]]:
         yield settings_back
     finally:
         settings_back()
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """The parameters that FSDP gathers together: one group or none, in newer torch possibly several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

@@ -49,7 +49,8 @@ def reshard_settings(head: Any) -> Any:
     if not isinstance(head, FSDPModule):
         return None
     state = head._get_fsdp_state()
-    return state._auto_reshard_after_forward, state._fsdp_param_group.post_forward_mesh_info
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in groups]
 
 
 def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:

@@ -100,9 +100,9 @@ def refused(rank: int) -> list[str]:
     p = Problem.make((SEQUENCE, BATCH), HIDDEN, VOCAB, bias=False)
     found = []
 
-    def attempt(layer: Any, hidden: Tensor, labels: Tensor) -> None:
+    def attempt(layer: Any, hidden: Tensor, labels: Tensor, **terms: Any) -> None:
         try:
-            call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=2).set_lm_head(layer)
+            call = ChunkedLossWrapper(CrossEntropyLoss(**terms), num_chunks=2).set_lm_head(layer)
             call(hidden, labels)
             found.append("accepted")
         except Exception as error:
@@ -116,6 +116,8 @@ def refused(rank: int) -> list[str]:
         p.hidden,
         p.labels.t(),
     )
+    attempt(layer, p.hidden, p.labels.t(), tp_group=dist.new_group())
+    attempt(layer, p.hidden, p.labels.t(), global_vocab_size=VOCAB - 1)
     layer.gradient_accumulation_fusion = True
     attempt(layer, p.hidden, p.labels.t())
     dist.barrier()

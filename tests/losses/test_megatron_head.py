@@ -22,8 +22,10 @@ def test_agrees_with_megatrons_own_layer(rank_pools):
 def test_what_does_not_fit_is_refused_on_all_ranks(rank_pools):
     first, second = rank_pools(2).run(programs.refused)
     assert first == second
-    order, flat, weightless, fused = first
+    order, flat, weightless, group, vocabulary, fused = first
     assert order.startswith("ValueError: labels have shape (8, 3), expected (3, 8)") and "[b, s]" in order
     assert flat.startswith("ValueError: hidden states have shape (24, 6), expected [s, b, h]")
     assert weightless.startswith("ValueError: lm_head has no weight of its own")
+    assert group.startswith("ValueError: tp_group is not lm_head's own")
+    assert vocabulary.startswith("ValueError: global_vocab_size is 11, but lm_head has 12 columns")
     assert fused.startswith("ValueError: lm_head adds its weight's gradient to main_grad")
