@@ -30,7 +30,7 @@ MERGE_ROWS = 1024
 
 # A row ends in two partly filled tiles (one in backward), each of which costs as much as a whole one, and
 # every tile costs some waits: (columns up to, width).
-STATISTICS_WIDTHS = ((1024, 1024), (2048, 2048), (10240, 4096), (81920, 8192))
+STATISTICS_WIDTHS = ((1536, 1024), (4096, 2048), (16384, 4096), (65536, 8192))
 GRADIENT_WIDTHS = ((1024, 1024), (2048, 2048), (4096, 4096))
 
 
