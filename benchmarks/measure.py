@@ -17,7 +17,7 @@ from peers import Peer
 
 _WARM_UP = 3
 _FEWEST_ROUNDS, _MOST_ROUNDS = 7, 200
-_HOST_ROUNDS = 40
+_HOST_ROUNDS, _HOST_CALLS = 40, 6
 _SPLIT_ROUNDS = 15
 
 
@@ -200,16 +200,25 @@ def _time_cpu(
 
 
 def _time_host(names: Sequence[str], calls: dict[str, Call], found: dict[str, Any], group: Any) -> None:
+    """Host times of calls that find the device idle: of the first one after all other peers had their turns,
+    when neither the processor's caches nor its branch predictors know this peer (cold), and of the ones that
+    follow it."""
     device = next(iter(calls.values())).inputs.work.device
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    cold: dict[str, list[float]] = {name: [] for name in names}
+    host: dict[str, list[float]] = {name: [] for name in names}
+    wall: dict[str, list[float]] = {name: [] for name in names}
     for order in timing.alternate(names, _HOST_ROUNDS):
         for name in order:
-            if group is not None and group.size() > 1:
-                torch.distributed.barrier(group)
-            taken[name].append(timing.host_times_us(calls[name]))
-            calls[name].clear()
-    for name, pairs in taken.items():
-        for key, values in (("host_us", [p[0] for p in pairs]), ("wall_us", [p[1] for p in pairs])):
+            for again in range(_HOST_CALLS):
+                if group is not None and group.size() > 1:
+                    torch.distributed.barrier(group)
+                returned, done = timing.host_times_us(calls[name])
+                calls[name].clear()
+                (host if again else cold)[name].append(returned)
+                if again:
+                    wall[name].append(done)
+    for key, taken in (("cold_host_us", cold), ("host_us", host), ("wall_us", wall)):
+        for name, values in taken.items():
             if group is not None and group.size() > 1:
                 values = _max_over_ranks(values, group, device)
             found[name][key] = statistics.median(values)

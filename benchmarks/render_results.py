@@ -63,6 +63,7 @@ def markdown(part: dict[str, Any]) -> str:
     for title, key, digits in (
         ("Extra memory at the peak, in units of the logits", "extra_memory", ".2f"),
         ("Host time of a call, forward + backward, us", "host_us", ".0f"),
+        ("The same of a first call after all other peers' turns, us", "cold_host_us", ".0f"),
         ("Time of a call until its work is done, us", "wall_us", ".0f"),
         ("Forward alone, ms", "forward_ms", ".4g"),
         ("Backward alone, ms", "backward_ms", ".4g"),

@@ -3,8 +3,8 @@
 A part is one file: {"part": one of PARTS, "environment", "settings", "peers", "cases", ...}. A case
 holds "results" by peer name: "ms" (median of forward + backward), "ms_p10", "ms_p90", "rounds",
 "times_ours", "extra_memory" (in units of the logits), "loss_error", "gradient_error" and both for
-"confident_" rows, on some "host_us", "wall_us", "forward_ms", "backward_ms", "collectives"; or "error"
-or "skipped" with the reason.
+"confident_" rows, on some "host_us", "cold_host_us", "wall_us", "forward_ms", "backward_ms",
+"collectives"; or "error" or "skipped" with the reason.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 MEASURED_SOURCES = (
     "cross_entropy.py",
     "dispatch.py",
+    "plan.py",
+    "labels.py",
     "vocab_shard.py",
     "implementations/class_weights.py",
     "implementations/rows.py",

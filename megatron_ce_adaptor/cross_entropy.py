@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +10,14 @@ from torch import Tensor
 
 from megatron_ce_adaptor import dispatch
 from megatron_ce_adaptor.dispatch import Terms
-from megatron_ce_adaptor.implementations import choose, note_use
+from megatron_ce_adaptor.implementations import note_use
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.rows import empty_gradient, has_overlapping_elements
-from megatron_ce_adaptor.settings import switch
+from megatron_ce_adaptor.labels import labels_are_checked, refuse_unknown_labels
+from megatron_ce_adaptor.plan import Plan, plan_of, validate
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
 __all__ = ["CrossEntropyStatistics", "parallel_cross_entropy"]
-
-_LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class CrossEntropyStatistics(NamedTuple):
@@ -149,33 +146,32 @@ def cross_entropy(
         class_weight: [V], floating, of the whole vocabulary and the same on every rank: PyTorch's weighted
             loss (see `ClassWeights`). No gradient flows into it.
     """
-    compiling = torch.compiler.is_compiling()
-    terms = _valid_terms(compiling, logits, target, ignore_index, label_smoothing, z_loss_weight)
-    if shard is None and group is not None:
-        shard = VocabShard.of_equal_shards(group, logits.shape[-1])
-    if shard is not None:
-        terms = Terms(shard, *terms[1:])
-    labels = target if target.dim() == 1 else target.reshape(-1)
+    if torch.compiler.is_compiling():
+        return _compiled(
+            logits, target, ignore_index, label_smoothing, z_loss_weight, return_statistics, group, shard,
+            class_weight, overwrite_input,
+        )  # fmt: skip
+    plan = plan_of(
+        logits, target, ignore_index, label_smoothing, z_loss_weight, return_statistics, group, shard
+    )
     if overwrite_input and logits.requires_grad and torch.is_grad_enabled():
-        obstacle = overwrite_obstacle(logits)
-        if obstacle is not None:
-            raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
+        _refuse_to_overwrite(logits)
+    if shard is not None:
+        group = shard.group
+    labels = target if target.dim() == 1 else target.reshape(-1)
     weights: tuple[Tensor, ...] = ()
     if class_weight is not None:
-        weights = _class_weights(class_weight, logits, labels, terms.shard)
-    if compiling:
-        result = _CompiledCrossEntropy.apply(logits, labels, terms, return_statistics, *weights)
-    else:
-        choice = choose(logits.device.type, terms.shard.columns, terms.shard.group is not None)
-        note_use(choice.name)
-        how = (choice.module, terms, return_statistics, overwrite_input)
-        result = _apply(logits, labels, how, *weights)
-        if _labels_are_checked(check_labels, logits):
-            # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and
-            # one that raised would leave the others waiting in the collective.
-            _check_labels(target, terms.shard.total_columns, ignore_index)
-    if not return_statistics:
-        return result
+        weights = _class_weights(class_weight, logits, labels, plan.terms.shard)
+    note_use(plan.name)
+    result = _apply(logits, labels, plan, group, overwrite_input, *weights)
+    if labels_are_checked(plan.checks_labels, check_labels, logits):
+        # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one
+        # that raised would leave the others waiting in the collective.
+        refuse_unknown_labels(target, plan.terms.shard.total_columns, ignore_index)
+    return _with_names(result) if return_statistics else result
+
+
+def _with_names(result: tuple[Tensor, Tensor]) -> tuple[Tensor, CrossEntropyStatistics]:
     loss, stats = result
     lse, target_log_prob, entropy, correct = (row.view(loss.shape) for row in stats)
     return loss, CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
@@ -188,13 +184,20 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, how: tuple[ModuleType, Terms, bool, bool], *weights: Tensor
+        ctx: Any, logits: Tensor, labels: Tensor, plan: Plan, group: Any, overwrite: bool, *weights: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.how = how
+        ctx.plan = plan
+        ctx.overwrite = overwrite
         ctx.overwritten = False
-        module, terms, statistics, _ = how
-        class_weights = ClassWeights(*weights) if weights else None
-        loss, saved, stats = dispatch.forward_pass(module, logits, labels, terms, class_weights, statistics)
+        loss, saved, stats = dispatch.forward_pass(
+            plan.module,
+            logits,
+            labels,
+            plan.terms_on(group),
+            ClassWeights(*weights) if weights else None,
+            plan.statistics,
+            plan.memo,
+        )
         ctx.save_for_backward(logits, labels, saved, *weights)
         if logits.dim() != 2:
             loss = loss.view(logits.shape[:-1])
@@ -216,19 +219,21 @@ class _CrossEntropy(torch.autograd.Function):
                 "their gradient in the first backward; pass overwrite_input=False to go backward twice "
                 "(retain_graph=True)."
             )
-        module, terms, _, overwrite = ctx.how
+        plan: Plan = ctx.plan
         logits, labels, saved, *weights = ctx.saved_tensors
         class_weights = ClassWeights(*weights) if weights else None
         grad_rows = grad_loss if grad_loss.dim() == 1 else grad_loss.reshape(-1)
-        if overwrite:
+        if ctx.overwrite:
             logits = grad = logits.detach()
         else:
             grad = empty_gradient(logits)
-        dispatch.backward_pass(module, logits, labels, saved, grad_rows, grad, terms, class_weights)
-        if overwrite:
+        dispatch.backward_pass(
+            plan.module, logits, labels, saved, grad_rows, grad, plan.terms, class_weights, plan.memo
+        )
+        if ctx.overwrite:
             torch.autograd.graph.increment_version(grad)
             ctx.overwritten = True
-        return (grad, None, None, *(None for _ in weights))
+        return (grad, None, None, None, None, *(None for _ in weights))
 
 
 # What `Function.apply` does beyond calling its base class is for the transforms of torch.func, and takes as
@@ -240,6 +245,32 @@ def _apply(*arguments: Any) -> Any:
     if torch._C._are_functorch_transforms_active():
         return _CrossEntropy.apply(*arguments)
     return _apply_without_transforms(*arguments)
+
+
+def _compiled(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    statistics: bool,
+    group: Any,
+    shard: VocabShard | None,
+    class_weight: Tensor | None,
+    overwrite: bool,
+) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:
+    validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
+    if overwrite and logits.requires_grad and torch.is_grad_enabled():
+        _refuse_to_overwrite(logits)
+    if shard is None:
+        shard = VocabShard.of_equal_shards(group, logits.shape[-1])
+    labels = target.reshape(-1)
+    weights: tuple[Tensor, ...] = ()
+    if class_weight is not None:
+        weights = _class_weights(class_weight, logits, labels, shard)
+    terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
+    result = _CompiledCrossEntropy.apply(logits, labels, terms, statistics, *weights)
+    return _with_names(result) if statistics else result
 
 
 class _CompiledCrossEntropy(torch.autograd.Function):
@@ -292,43 +323,6 @@ class _CompiledCrossEntropy(torch.autograd.Function):
         return (grad, None, None, None, *(None for _ in weights))
 
 
-# The terms of a call over an unsplit vocabulary by all that `_validate` looks at: a call like an earlier one
-# is valid, and finding that out takes less time than checking.
-_terms: dict[tuple[Any, ...], Terms] = {}
-_MOST_TERMS = 4096
-
-
-def _valid_terms(
-    compiling: bool,
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-) -> Terms:
-    """The terms of a call over an unsplit vocabulary, after `_validate`."""
-    key = None
-    if not compiling:
-        try:
-            key = (
-                logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device,
-                ignore_index, label_smoothing, z_loss_weight,
-            )  # fmt: skip
-            terms = _terms.get(key)
-        except (AttributeError, TypeError):  # no tensors, no numbers: `_validate` says which
-            terms = None
-        if terms is not None:
-            return terms
-    _validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
-    shard = VocabShard.of_equal_shards(None, logits.shape[-1])
-    terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
-    if key is not None:
-        if len(_terms) >= _MOST_TERMS:
-            _terms.clear()
-        _terms[key] = terms
-    return terms
-
-
 def _class_weights(class_weight: Tensor, logits: Tensor, labels: Tensor, shard: VocabShard) -> ClassWeights:
     if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
         found = class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
@@ -347,56 +341,10 @@ def _class_weights(class_weight: Tensor, logits: Tensor, labels: Tensor, shard: 
     return ClassWeights.of(class_weight, labels, shard.first_column, shard.columns, dtype)
 
 
-def _validate(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float
-) -> None:
-    """Checks that need no other rank."""
-    for name, value in (("inp", logits), ("target", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor.")
-    if logits.dtype not in _LOGITS_DTYPES:
-        raise TypeError(
-            f"inp has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64 logits."
-        )
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"target has dtype {target.dtype}, expected int64 or int32 class ids (not probabilities)."
-        )
-    if logits.dim() not in (2, 3):
-        raise ValueError(
-            f"inp has shape {tuple(logits.shape)}, expected [N, V], [b, s, V] or [s, b, V], vocabulary last."
-        )
-    leading = logits.shape[:-1]
-    if target.numel() != leading.numel():
-        raise ValueError(
-            f"target has shape {tuple(target.shape)} = {target.numel()} labels, expected one for each of the "
-            f"{leading.numel()} rows of inp {tuple(logits.shape)}."
-        )
-    if target.device != logits.device:
-        raise ValueError(f"target is on {target.device} and inp on {logits.device}: move both to one device.")
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1.")
-    if not math.isfinite(z_loss_weight):
-        raise ValueError(f"z_loss_weight is {z_loss_weight}, expected a finite number.")
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_idx is {ignore_index!r}, expected an int.")
-
-
-def _labels_are_checked(check_labels: bool | None, logits: Tensor) -> bool:
-    setting = switch("MCE_CHECK_LABELS")
-    if setting is not None:
-        return setting
-    return logits.is_cpu if check_labels is None else check_labels
-
-
-def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
-    bad = (target != ignore_index) & ((target < 0) | (target >= classes))
-    if bool(bad.any()):
-        where = tuple(int(i) for i in bad.nonzero()[0])
-        raise ValueError(
-            f"target[{', '.join(map(str, where))}] is {int(target[where])}, expected a class in "
-            f"[0, {classes}) or ignore_idx {ignore_index}; mark tokens without a target by ignore_idx."
-        )
+def _refuse_to_overwrite(logits: Tensor) -> None:
+    obstacle = overwrite_obstacle(logits)
+    if obstacle is not None:
+        raise ValueError(f"overwrite_input=True {obstacle}: pass overwrite_input=False.")
 
 
 def overwrite_obstacle(logits: Tensor) -> str | None:

@@ -18,6 +18,9 @@ from megatron_ce_adaptor.implementations import choose, note_use
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
+# What an implementation keeps about calls that are alike, for itself.
+Memo = dict[Any, Any]
+
 
 class Terms(NamedTuple):
     """What the loss of a call is made of, the same for all of its rows."""
@@ -40,6 +43,7 @@ def forward_pass(
     terms: Terms,
     weights: ClassWeights | None,
     statistics: bool,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """loss [N], saved [3, N] for `backward_pass`, statistics [4, N] or None; one collective if the shard has
     a group.
@@ -48,6 +52,7 @@ def forward_pass(
         module: the implementation.
         logits: [N, C] or [A, B, C], any strides; never written.
         target: [N]; N is the same on all ranks of the group.
+        memo: of calls that are alike in all but what the tensors hold (see `plan_of`); None for a lone call.
     """
     shard, ignore_index, label_smoothing, z_loss_weight = terms
     if target.shape[0] == 0:
@@ -64,6 +69,7 @@ def forward_pass(
             z_loss_weight=z_loss_weight,
             statistics=statistics,
             weights=weights,
+            memo=memo,
         )
         return result
     payload = module.row_statistics(
@@ -74,6 +80,7 @@ def forward_pass(
         smooth=label_smoothing > 0,
         statistics=statistics,
         weights=weights,
+        memo=memo,
     )
     gathered = shard.gather(payload, module.HEADER)
     merged: tuple[Tensor, Tensor, Tensor | None] = module.merge(
@@ -86,6 +93,7 @@ def forward_pass(
         statistics=statistics,
         equal_shards=shard.equal,
         weights=weights,
+        memo=memo,
     )
     return merged
 
@@ -99,6 +107,7 @@ def backward_pass(
     out: Tensor,
     terms: Terms,
     weights: ClassWeights | None,
+    memo: Memo | None = None,
 ) -> None:
     """Writes the gradient of sum(grad_loss * loss) by the logits into `out` (which may be the logits); no
     collective.
@@ -118,6 +127,7 @@ def backward_pass(
         label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight,
         weights=weights,
+        memo=memo,
     )
 
 

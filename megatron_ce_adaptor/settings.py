@@ -22,6 +22,15 @@ def setting(name: str) -> str:
     return os.environ[name] if key in _stored else ""
 
 
+def watch(*names: str) -> Callable[[], tuple[object, ...]]:
+    """A function that gives what these variables hold in some form: equal results mean equal settings."""
+    if _stored is None or _encoded is None:
+        return lambda: tuple(os.environ.get(name) for name in names)
+    keys = [_encoded(name) for name in names]
+    get = _stored.get
+    return lambda: tuple(map(get, keys))
+
+
 def switch(name: str) -> bool | None:
     """The setting `name`: True for 1, False for 0, None where it is unset or empty.
 

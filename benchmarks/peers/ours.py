@@ -38,7 +38,6 @@ def peers() -> list[Peer]:
             name=name,
             version=_version,
             make=functools.partial(_make, overwrite),
-            dims=3,
             in_place=overwrite,
             saves="logits and 3 numbers a token",
             devices=("cuda", "cpu"),

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ce_adaptor import cross_entropy as core
 from megatron_ce_adaptor import dispatch
 from megatron_ce_adaptor.chunked import walk
 from megatron_ce_adaptor.chunked.exchange import HiddenExchange, NoExchange
 from megatron_ce_adaptor.chunked.scaling import scaled
+from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics
 from megatron_ce_adaptor.implementations import choose, note_use
+from megatron_ce_adaptor.labels import labels_are_checked, refuse_unknown_labels
+from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,7 +63,7 @@ class WeightedLoss(NamedTuple):
 
     total: Tensor
     loss: Tensor
-    statistics: core.CrossEntropyStatistics | None
+    statistics: CrossEntropyStatistics | None
 
 
 def weighted_loss(
@@ -111,7 +113,7 @@ def loss_per_token(
     labels: Tensor,
     options: LinearLossOptions,
     bias: Tensor | None = None,
-) -> tuple[Tensor, core.CrossEntropyStatistics | None]:
+) -> tuple[Tensor, CrossEntropyStatistics | None]:
     """cross_entropy(hidden @ weight.T + bias, labels) of each token, [N], for any upstream gradient.
 
     Arguments, collectives and errors are `weighted_loss`'s. Between forward and backward nothing but the
@@ -122,11 +124,11 @@ def loss_per_token(
     return loss, _statistics(stats)
 
 
-def _statistics(stats: Tensor | None) -> core.CrossEntropyStatistics | None:
+def _statistics(stats: Tensor | None) -> CrossEntropyStatistics | None:
     if stats is None:
         return None
     lse, target_log_prob, entropy, correct = stats
-    return core.CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
+    return CrossEntropyStatistics(lse, target_log_prob, entropy, correct != 0)
 
 
 class _GradientsInForward(torch.autograd.Function):
@@ -254,7 +256,7 @@ def _output_layer(
     note_use(choice.name)
 
     def look_at_labels() -> None:
-        core._check_labels(labels, shard.total_columns, options.ignore_index)
+        refuse_unknown_labels(labels, shard.total_columns, options.ignore_index)
 
     return walk.OutputLayer(
         weight.to(compute),
@@ -263,7 +265,7 @@ def _output_layer(
         dispatch.Terms(shard, options.ignore_index, options.label_smoothing, options.z_loss_weight),
         options.class_weight,
         options.chunk_tokens,
-        look_at_labels if core._labels_are_checked(None, weight) else None,
+        look_at_labels if labels_are_checked(switch("MCE_CHECK_LABELS"), None, weight) else None,
     )
 
 

@@ -80,6 +80,7 @@ def row_statistics(
     smooth: bool,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> Tensor:
     """See `reference.row_statistics`."""
     _check(logits, 0)
@@ -110,6 +111,7 @@ def merge(
     statistics: bool,
     equal_shards: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.merge`. Labels are compared as fp32: a label that is no class counts as ignored if it
     lies within
@@ -142,6 +144,7 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`; `merge` is a kernel of its own here too, because it computes on vectors of
     rows what
@@ -182,6 +185,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """See `reference.gradient`."""
     if logits.numel() == 0:

@@ -118,22 +118,23 @@ def _check_grid(programs: int, what: str) -> None:
         )
 
 
-# Prepared calls by everything that decides them; cleared when a run with ever new shapes has filled it.
-_calls: dict[tuple[Any, ...], PreparedCall] = {}
-_MOST_CALLS = 4096
+# Names in a memo: of the calls with class weights, one more.
+_STATISTICS_CALL, _MERGE_CALL, _FORWARD_CALL = 0, 2, 4
+
+
+def _remembered(memo: dict[Any, Any] | None, key: object) -> PreparedCall | None:
+    return None if memo is None else memo.get(key)
+
+
+def _remember(memo: dict[Any, Any] | None, key: object, call: PreparedCall) -> None:
+    if memo is not None:
+        memo[key] = call
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """What the layout and the compiled kernel depend on in a tensor of logits or of their gradient."""
+    """What the layout and the compiled kernel depend on in a gradient's tensor."""
     lead = x.data_ptr() % _VECTOR_BYTES
     return x.shape, x.stride(), x.dtype, x.device, lead, min(x.storage_offset(), 8) if lead else 0
-
-
-def _remember(key: tuple[Any, ...], call: PreparedCall) -> PreparedCall:
-    if len(_calls) >= _MOST_CALLS:
-        _calls.clear()
-    _calls[key] = call
-    return call
 
 
 def _statistics_call(
@@ -148,14 +149,6 @@ def _statistics_call(
     split_vocab: bool,
     weighted: bool,
 ) -> PreparedCall:
-    key = (
-        _place(logits), target.dtype, target.stride(),
-        first_column, total_columns, ignore_index, label_smoothing, z_loss_weight,
-        statistics, split_vocab, weighted,
-    )  # fmt: skip
-    call = _calls.get(key)
-    if call is not None:
-        return call
     rows = rows_of(logits)
     _check_grid(rows.n_rows, f"{rows.n_rows} rows of logits")
     size = logits.element_size()
@@ -163,28 +156,25 @@ def _statistics_call(
     layout = _layout(logits, rows)
     tile = _fit(_forward_tiles(rows)[size], rows.columns, vec)
     overlap = _can_overlap(logits.device)
-    return _remember(
-        key,
-        PreparedCall(
-            kernels.row_statistics_kernel,
-            rows.n_rows,
-            logits.device,
-            (logits.dtype, target.dtype, logits.data_ptr() % _VECTOR_BYTES == 0),
-            (
-                layout.lead,
-                rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
-                target.stride(0),
-                rows.n_rows, rows.columns, first_column, total_columns, ignore_index,
-                label_smoothing, z_loss_weight,
-            ),
-            (
-                tile.block, vec, layout.kind, rows.two_level,
-                label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab, weighted, overlap,
-            ),
-            tile.warps,
-            leads=((0, layout.lead),),
-            overlap=overlap,
+    return PreparedCall(
+        kernels.row_statistics_kernel,
+        rows.n_rows,
+        logits.device,
+        (logits.dtype, target.dtype, logits.data_ptr() % _VECTOR_BYTES == 0),
+        (
+            layout.lead,
+            rows.inner, rows.outer_stride, rows.inner_stride, rows.column_stride,
+            target.stride(0),
+            rows.n_rows, rows.columns, first_column, total_columns, ignore_index,
+            label_smoothing, z_loss_weight,
         ),
+        (
+            tile.block, vec, layout.kind, rows.two_level,
+            label_smoothing > 0, z_loss_weight != 0, statistics, split_vocab, weighted, overlap,
+        ),
+        tile.warps,
+        leads=((0, layout.lead),),
+        overlap=overlap,
     )  # fmt: skip
 
 
@@ -202,16 +192,21 @@ def row_statistics(
     smooth: bool,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> Tensor:
     """See `reference.row_statistics`."""
     k = 3 + smooth + statistics
     payload = torch.empty(
         k * target.numel() + HEADER, dtype=_accumulation_dtype(logits), device=logits.device
     )
-    call = _statistics_call(
-        logits, target, first_column, 0, ignore_index, 1.0 if smooth else 0.0, 0.0, statistics, True,
-        weights is not None,
-    )  # fmt: skip
+    weighted = weights is not None
+    call = _remembered(memo, _STATISTICS_CALL + weighted)
+    if call is None:
+        call = _statistics_call(
+            logits, target, first_column, 0, ignore_index, 1.0 if smooth else 0.0, 0.0, statistics, True,
+            weighted,
+        )  # fmt: skip
+        _remember(memo, _STATISTICS_CALL + weighted, call)
     call(logits, target, payload, payload, payload, payload, *_weight_tensors(weights, payload))
     return payload
 
@@ -236,35 +231,30 @@ def merge(
     statistics: bool,
     equal_shards: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.merge`."""
     loss, saved, stats = _result_buffers(target, gathered.dtype, statistics)
     weighted = weights is not None
-    key = (
-        gathered.shape, gathered.dtype, gathered.device, target.shape, target.dtype, target.stride(),
-        total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, equal_shards, weighted,
-    )  # fmt: skip
-    call = _calls.get(key)
+    call = _remembered(memo, _MERGE_CALL + weighted)
     if call is None:
         n = target.numel()
         smooth = label_smoothing > 0
         overlap = _can_overlap(gathered.device)
-        call = _remember(
-            key,
-            PreparedCall(
-                kernels.merge_kernel,
-                -(-n // _MERGE_BLOCK),
-                gathered.device,
-                (gathered.dtype, target.dtype),
-                (target.stride(0), n, total_columns, ignore_index, label_smoothing, z_loss_weight),
-                (
-                    gathered.shape[0], 3 + smooth + statistics, _MERGE_BLOCK,
-                    smooth, z_loss_weight != 0, statistics, equal_shards, weighted, overlap,
-                ),
-                4,
-                overlap=overlap,
+        call = PreparedCall(
+            kernels.merge_kernel,
+            -(-n // _MERGE_BLOCK),
+            gathered.device,
+            (gathered.dtype, target.dtype),
+            (target.stride(0), n, total_columns, ignore_index, label_smoothing, z_loss_weight),
+            (
+                gathered.shape[0], 3 + smooth + statistics, _MERGE_BLOCK,
+                smooth, z_loss_weight != 0, statistics, equal_shards, weighted, overlap,
             ),
+            4,
+            overlap=overlap,
         )  # fmt: skip
+        _remember(memo, _MERGE_CALL + weighted, call)
     call(gathered, target, loss, saved, stats, _weight_tensors(weights, saved)[1])
     return loss, saved, stats if statistics else None
 
@@ -279,13 +269,18 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`; here one kernel."""
     loss, saved, stats = _result_buffers(target, _accumulation_dtype(logits), statistics)
-    call = _statistics_call(
-        logits, target, 0, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, False,
-        weights is not None,
-    )  # fmt: skip
+    weighted = weights is not None
+    call = _remembered(memo, _FORWARD_CALL + weighted)
+    if call is None:
+        call = _statistics_call(
+            logits, target, 0, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, False,
+            weighted,
+        )  # fmt: skip
+        _remember(memo, _FORWARD_CALL + weighted, call)
     call(logits, target, saved, loss, saved, stats, *_weight_tensors(weights, saved))
     return loss, saved, stats if statistics else None
 
@@ -303,22 +298,18 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """See `reference.gradient`."""
     if logits.numel() == 0:
         return
-    place = _place(logits)
-    key = (
-        place, place if out is logits else _place(out),
-        target.dtype, target.stride(), grad_loss.dtype, grad_loss.stride(),
-        first_column, total_columns, ignore_index, label_smoothing, z_loss_weight, weights is not None,
-    )  # fmt: skip
-    call = _calls.get(key)
+    weighted = weights is not None
+    key = (weighted, grad_loss.dtype, grad_loss.stride(), None if out is logits else _place(out))
+    call = _remembered(memo, key)
     if call is None:
         options = (first_column, total_columns, ignore_index, label_smoothing, z_loss_weight)
-        call = _remember(
-            key, _gradient_call(logits, target, grad_loss, out, *options, weighted=weights is not None)
-        )
+        call = _gradient_call(logits, target, grad_loss, out, *options, weighted=weighted)
+        _remember(memo, key, call)
     call(logits, out, target, grad_loss, saved, *_weight_tensors(weights, saved))
 
 

@@ -11,6 +11,7 @@ Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statist
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ def row_statistics(
     smooth: bool,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> Tensor:
     """One pass over the logits.
 
@@ -127,6 +129,7 @@ def merge(
     statistics: bool,
     equal_shards: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Joins W shards' statistics in rank order.
 
@@ -211,6 +214,7 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`row_statistics` and `merge` for an unsplit vocabulary; returns what `merge` returns."""
     payload = row_statistics(
@@ -248,6 +252,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """Writes d loss / d logits into `out`, of the logits' shape and dtype; `out` may be the logits
     themselves.

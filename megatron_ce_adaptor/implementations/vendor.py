@@ -13,7 +13,7 @@ Shapes: N rows (tokens), C columns.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`. Saved is [3, N] too, of which only the second row, log-sum-exp, is used."""
     n, columns = target.numel(), logits.shape[-1]
@@ -92,6 +93,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """See `reference.gradient`."""
     n, columns = target.numel(), logits.shape[-1]
