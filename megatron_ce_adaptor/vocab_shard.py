@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Groups whose shards' sizes were once compared on the host and were equal: on a device comparing means
-# waiting for it. By group and not by size too, so that all ranks agree on when to look, also when only some
-# see a new size.
-_compared: weakref.WeakSet[Any] = weakref.WeakSet()
+# By group, the described sizes (none: equal ones) that were once compared on the host and right: on a device
+# comparing means waiting for it. Not by this rank's own size, so that all ranks agree on when to look, also
+# when only some see a new one.
+_compared: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class VocabShard(NamedTuple):
@@ -22,8 +22,12 @@ class VocabShard(NamedTuple):
     Attributes:
         group: the process group over which the vocabulary is split, or None on one rank.
         rank, world_size: this rank's place in the group.
-        equal: the shards' sizes were not described but taken to be equal (`VocabShard.of_equal_shards`); the
-            gathered payloads are then checked for it.
+        equal: the shards' sizes are taken to be equal (`VocabShard.of_equal_shards`); the gathered payloads
+            are then checked for it.
+        sizes: columns of each rank's shard in rank order, where they are described; the gathered payloads are
+            then checked for these.
+        misfit: None, or the columns that this rank was given in place of the described `columns`: it takes
+            part with as many as it should have, and all ranks learn of it in the gather and raise.
     """
 
     group: Any
@@ -33,6 +37,13 @@ class VocabShard(NamedTuple):
     columns: int
     total_columns: int
     equal: bool
+    sizes: tuple[int, ...] = ()
+    misfit: int | None = None
+
+    @property
+    def given_columns(self) -> int:
+        """What this rank's logits have."""
+        return self.columns if self.misfit is None else self.misfit
 
     @classmethod
     def of_equal_shards(cls, group: Any, columns: int) -> VocabShard:
@@ -70,27 +81,48 @@ class VocabShard(NamedTuple):
             [W, P].
 
         Raises:
-            ValueError: on every rank alike, if the sizes were taken to be equal and are not. On CPU each call
-                is checked; on a device the first call with a group is (it waits for the device),
-                later ones are marked by NaN losses on all ranks.
+            ValueError: on every rank alike, if the sizes were taken to be equal and are not, or are not the
+                described ones. On CPU each call is checked; on a device the first call with a group (and
+                described sizes) is, which waits for the device; later ones of unequal sizes that were taken
+                to be equal are marked by NaN losses on all ranks.
         """
+        if self.misfit is not None:
+            payload[-header].fill_(self.misfit // 65536)
+            payload[1 - header].fill_(self.misfit % 65536)
         gathered = payload.new_empty(self.world_size * payload.numel())
         dist.all_gather_into_tensor(gathered, payload, group=self.group)
         gathered = gathered.view(self.world_size, payload.numel())
-        if self.equal and self._must_compare(payload):
+        if (self.equal or self.sizes) and self.must_compare(payload):
             high_low = gathered[:, -header:][:, :2].tolist()
-            sizes = [int(high) * 65536 + int(low) for high, low in high_low]
-            if len(set(sizes)) > 1:
-                raise ValueError(
-                    f"the vocabulary shards have {sizes} columns on the ranks of the group, expected "
-                    "the same number on every rank: pad the vocabulary to a multiple of the "
-                    "tensor-parallel size."
-                )
-            _compared.add(self.group)
+            self.compare([int(high) * 65536 + int(low) for high, low in high_low])
+        if self.misfit is not None:
+            self.compare([self.misfit])
         return gathered
 
-    def _must_compare(self, payload: Tensor) -> bool:
+    def compare(self, found: list[int]) -> None:
+        """Raises ValueError, the same on every rank, unless the shards' columns are what they should be.
+
+        Args:
+            found: of all ranks, or of a misfit one.
+        """
+        if self.sizes and found != list(self.sizes):
+            where = "on the ranks of the group" if len(found) > 1 else "on this rank of the group"
+            raise ValueError(
+                f"the vocabulary shards have {found} columns {where}, but a vocabulary of {sum(self.sizes)} "
+                f"split over {len(self.sizes)} ranks has {list(self.sizes)}: pass the right "
+                "global_vocab_size, or give DTensor.from_local the global shape and stride."
+            )
+        if not self.sizes and len(set(found)) > 1:
+            raise ValueError(
+                f"the vocabulary shards have {found} columns on the ranks of the group, expected "
+                "the same number on every rank: pad the vocabulary to a multiple of the "
+                "tensor-parallel size."
+            )
+        _compared.setdefault(self.group, set()).add(self.sizes)
+
+    def must_compare(self, payload: Tensor) -> bool:
+        """Whether this call looks at the gathered sizes."""
         if payload.device.type == "cpu":
             return True
         capturing = payload.is_cuda and torch.cuda.is_current_stream_capturing()
-        return self.group not in _compared and not capturing
+        return self.sizes not in _compared.get(self.group, ()) and not capturing

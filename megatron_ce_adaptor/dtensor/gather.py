@@ -10,12 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_ce_adaptor.dtensor.chunked_shard import (
-    ChunkedShard,
-    chunked_shard,
-    compare_sizes,
-    must_compare,
-)
+from megatron_ce_adaptor.dtensor.chunked_shard import chunked_shard, fitted
 from megatron_ce_adaptor.dtensor.layout import check_described, distributed, local_logits, logits_layout
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
@@ -58,67 +53,63 @@ def gather_tensor_parallel_logits(
         assert layout.tp_dim is not None
         placements = list(layout.placements)
         placements[layout.tp_dim] = Replicate()
-        return distributed(
-            _gathered(local_logits(logits), layout.shard), layout.mesh, placements, logits.shape
-        )
+        whole = _gathered(local_logits(logits), layout.shard, layout.places)
+        return distributed(whole, layout.mesh, placements, logits.shape)
     if logits.dim() == 0:
         raise ValueError("logits are a scalar, expected [..., C] with the classes last.")
     columns = logits.shape[-1]
     if global_vocab_size is not None:
-        return _gathered(logits, chunked_shard(tp_group, columns, global_vocab_size))
+        shard = chunked_shard(tp_group, columns, global_vocab_size)
+        return _gathered(logits, shard, range(shard.world_size))
     shard = VocabShard.of_equal_shards(tp_group, columns)
+    if shard.group is not None:
+        shard = shard._replace(sizes=_exchanged_sizes(logits, shard))
+    return _gathered(logits, shard, range(shard.world_size), agreed=True)
+
+
+def _gathered(logits: Tensor, shard: VocabShard, places: Sequence[int], agreed: bool = False) -> Tensor:
     if shard.group is None:
         return logits
-    return _GatherColumns.apply(
-        logits, shard.group, _exchanged_sizes(logits, shard), range(shard.world_size), 0
-    )
+    return _GatherColumns.apply(fitted(logits, shard), shard, places, agreed)
 
 
-def _gathered(logits: Tensor, shard: VocabShard) -> Tensor:
-    if not isinstance(shard, ChunkedShard):  # one rank has all
-        return logits
-    places = shard.places
-    return _GatherColumns.apply(
-        shard.fitted(logits), shard.group, shard.expected, places, shard.given_columns
-    )
-
-
-def _exchanged_sizes(logits: Tensor, shard: VocabShard) -> list[int]:
+def _exchanged_sizes(logits: Tensor, shard: VocabShard) -> tuple[int, ...]:
     mine = torch.tensor([logits.shape[-1]], device=logits.device)
     sizes = mine.new_empty(shard.world_size)
     dist.all_gather_into_tensor(sizes, mine, group=shard.group)
-    return sizes.tolist()
+    return tuple(sizes.tolist())
 
 
 class _GatherColumns(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, group: Any, sizes: Sequence[int], places: Sequence[int], given_columns: int
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard, places: Sequence[int], agreed: bool) -> Tensor:
         """
         Args:
-            sizes, places: by rank of the group, its number of columns and which shard they are.
-            given_columns: what the caller's logits had, to be compared on all ranks; 0: sizes are agreed.
+            logits: with as many columns as the shard has.
+            shard: with its sizes.
+            places: which shard each rank of the group holds.
+            agreed: the sizes were exchanged and need no comparing.
         """
         *leading, columns = logits.shape
-        rows, full, total = torch.Size(leading).numel(), max(sizes), sum(sizes)
+        rows, full = torch.Size(leading).numel(), max(shard.sizes)
         buffer = logits.new_zeros(rows * full + _HEADER)
         buffer[: rows * full].view(rows, full)[:, :columns] = logits.reshape(rows, columns)
         for digit in range(_HEADER):
-            buffer[rows * full + digit].fill_(given_columns // 256**digit % 256)
-        gathered = buffer.new_empty(len(sizes) * buffer.numel())
-        dist.all_gather_into_tensor(gathered, buffer, group=group)
-        gathered = gathered.view(len(sizes), -1)
-        if given_columns and must_compare(group, total, gathered):
+            buffer[rows * full + digit].fill_(shard.given_columns // 256**digit % 256)
+        gathered = buffer.new_empty(shard.world_size * buffer.numel())
+        dist.all_gather_into_tensor(gathered, buffer, group=shard.group)
+        gathered = gathered.view(shard.world_size, -1)
+        if not agreed and shard.must_compare(gathered):
             digits = gathered[:, rows * full :].tolist()
-            found = [sum(int(d) * 256**k for k, d in enumerate(of_rank)) for of_rank in digits]
-            compare_sizes(group, total, found, sizes)
-        by_place = sorted(range(len(sizes)), key=lambda rank: places[rank])
-        pieces = [gathered[r, : rows * full].view(rows, full)[:, : sizes[r]] for r in by_place]
-        before = [sizes[r] for r in by_place if places[r] < places[group.rank()]]
+            shard.compare([sum(int(d) * 256**k for k, d in enumerate(of_rank)) for of_rank in digits])
+        if shard.misfit is not None:
+            shard.compare([shard.misfit])
+        by_place = sorted(range(shard.world_size), key=lambda rank: places[rank])
+        pieces = [gathered[r, : rows * full].view(rows, full)[:, : shard.sizes[r]] for r in by_place]
+        before = [shard.sizes[r] for r in by_place if places[r] < places[shard.rank]]
         ctx.own = slice(sum(before), sum(before) + columns)
-        return torch.cat(pieces, 1).view(*leading, total)
+        return torch.cat(pieces, 1).view(*leading, sum(shard.sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad[..., ctx.own].contiguous(), None, None, None, None
+        return grad[..., ctx.own].contiguous(), None, None, None

@@ -46,6 +46,7 @@ class LogitsLayout:
         shard: this rank's columns and the TP group (group None: not split).
         label_shape: the logits' global shape without the class dimension.
         label_placements: the labels' and per-token losses': Replicate on TP, as the logits' elsewhere.
+        places: which shard each rank of the TP group holds, in the group's rank order.
     """
 
     mesh: DeviceMesh
@@ -55,6 +56,7 @@ class LogitsLayout:
     shard: VocabShard
     label_shape: torch.Size
     label_placements: tuple[Placement, ...]
+    places: tuple[int, ...] = (0,)
 
     @property
     def group(self) -> Any:
@@ -115,8 +117,11 @@ def logits_layout(
         Replicate() if d == tp_dim else _without_dim(p, class_dim) for d, p in enumerate(placements)
     )
     label_shape = torch.Size(s for d, s in enumerate(logits.shape) if d != class_dim)
-    shard = _shard(logits, class_dim, tp_dim)
-    return LogitsLayout(own, placements, class_dim, tp_dim, shard, label_shape, label_placements)
+    places = _places(own, tp_dim)
+    group = None if tp_dim is None else own.get_group(tp_dim)
+    columns = logits._local_tensor.shape[class_dim]
+    shard = chunked_shard(group, columns, logits.shape[class_dim], places)
+    return LogitsLayout(own, placements, class_dim, tp_dim, shard, label_shape, label_placements, places)
 
 
 def _tp_dim(logits: DTensor, class_dim: int) -> int | None:
@@ -137,17 +142,14 @@ def _tp_dim(logits: DTensor, class_dim: int) -> int | None:
     return found[0] if found else None
 
 
-def _shard(logits: DTensor, class_dim: int, tp_dim: int | None) -> VocabShard:
-    columns = logits._local_tensor.shape[class_dim]
-    mesh, total = logits.device_mesh, logits.shape[class_dim]
+def _places(mesh: DeviceMesh, tp_dim: int | None) -> tuple[int, ...]:
     if tp_dim is None:
-        return chunked_shard(None, columns, total)
-    group = mesh.get_group(tp_dim)
+        return (0,)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     index: list[Any] = list(coordinate)
     index[tp_dim] = slice(None)
-    return chunked_shard(group, columns, total, places_in_group(group, mesh.mesh[tuple(index)].tolist()))
+    return places_in_group(mesh.get_group(tp_dim), mesh.mesh[tuple(index)].tolist())
 
 
 def local_labels(labels: Tensor, layout: LogitsLayout) -> Tensor:

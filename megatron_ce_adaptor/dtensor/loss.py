@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics, cross_entropy, overwrite_obstacle
-from megatron_ce_adaptor.dtensor.chunked_shard import ChunkedShard, chunked_shard
+from megatron_ce_adaptor.dtensor.chunked_shard import chunked_shard, fitted
 from megatron_ce_adaptor.dtensor.layout import (
     LogitsLayout,
     check_class_weight,
@@ -202,8 +202,7 @@ def _per_token(
     logits: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor | None, terms: LossTerms
 ) -> tuple[Tensor, CrossEntropyStatistics | None]:
     """Losses and statistics of the labels' shape, for local logits [..., C] of any rank."""
-    if isinstance(shard, ChunkedShard):
-        logits = shard.fitted(logits)
+    logits = fitted(logits, shard)
     if logits.dim() == 1:
         logits = logits[None]
     elif logits.dim() > 3:

@@ -186,6 +186,8 @@ def labels_cut_for_free(rank: int) -> Outcome:
     labels = cut(dense.labels, mesh, [Replicate(), Replicate()])
     loss = in_context(logits, labels, reduction="sum")
     checks.close(loss.full_tensor(), dense.loss, 1e-11, "replicated labels")
+    legacy = in_context(logits, labels, size_average=False)
+    checks.close(legacy.full_tensor(), dense.loss, 1e-11, "PyTorch's deprecated arguments")
     whole = cut(dense.logits, mesh, [Replicate(), Shard(1)])
     checks.close(
         in_context(whole, dense.labels, reduction="sum").full_tensor(), dense.loss, 1e-11, "plain labels"

@@ -72,6 +72,7 @@ def test_leaving_it_on_another_thread() -> None:
     assert errors == ["loss_parallel is left on another thread or task than it was entered on."]
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_plain_tensors_are_pytorchs_own() -> None:
     logits, target = torch.randn(5, 7), torch.tensor([0, 6, -100, 3, 2])
     weight = torch.rand(7)
