@@ -94,7 +94,7 @@ def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:
                 assert_close(parameter.grad.full_tensor(), dense[name], f"{kind} {step}: {name}")
                 parameter.grad = None
             counts[kind] = (forward, backward)
-        _after_an_exception(model, call, p, rows, dense, settings, before)
+        _after_an_exception(kind, model, call, p, rows, dense, settings, before)
         _without_sync(model, call, p, rows, dense)
         with torch.no_grad():
             total = call(model(p.hidden[rows]), p.labels[rows], p.valid)[0]
@@ -105,7 +105,14 @@ def fsdp(rank: int) -> dict[str, tuple[Counts, Counts]]:
 
 
 def _after_an_exception(
-    model: Model, call: Any, p: Problem, rows: slice, dense: dict[str, Tensor], settings: Any, before: Any
+    kind: str,
+    model: Model,
+    call: Any,
+    p: Problem,
+    rows: slice,
+    dense: dict[str, Tensor],
+    settings: Any,
+    before: Any,
 ) -> None:
     """An exception in a chunk leaves the flags as they were, and the next step is right."""
     bad = p.labels[rows].clone()
@@ -117,7 +124,8 @@ def _after_an_exception(
     else:
         raise AssertionError("a label that is no class was accepted")
     assert settings() == before
-    assert settings() is None or isinstance(model.lm_head.weight, DTensor), f"still gathered, {before}"
+    if kind == "head":  # in newer torch, a group stays gathered until all of its modules have run again
+        assert isinstance(model.lm_head.weight, DTensor), "still gathered"
     (call(model(p.hidden[rows]), p.labels[rows], p.valid)[0] * UPSTREAM).backward()
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad.full_tensor(), dense[name], f"after an exception: {name}")
