@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-# --import-mode=importlib leaves these out; ranks inherit them.
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-sys.path.insert(0, str(Path(__file__).parent))
+# --import-mode=importlib leaves these out; ranks inherit them. At the end, because other tests import their
+# own conftest by name.
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path.append(str(Path(__file__).parent))
 
 from tp_harness import RankPool
 
