@@ -39,7 +39,7 @@ from torch import Tensor, nn
 FLOOR = "three matrix products"
 SHAPES = {"cuda": (8192, 4096, 128256, "bf16"), "cpu": (4096, 512, 32768, "fp32")}
 SMOKE = (24, 16, 96)
-CHUNKS = {"cuda": (2, 3, 4, 5, 8), "cpu": (2, 4, 8, 16)}
+CHUNKS = {"cuda": (2, 3, 4, 5, 8, 16, 32), "cpu": (2, 4, 8, 16)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FEWEST_ROUNDS, _MOST_ROUNDS, _SLOW_ROUNDS = 5, 60, 5
 

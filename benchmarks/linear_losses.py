@@ -69,7 +69,7 @@ def linear_losses(chunks: tuple[int, ...], peer_chunks: int) -> list[LinearLoss]
     cut = [
         LinearLoss(f"ours, {c} chunks", functools.partial(_ours_chunked, c, None), chunks=c) for c in chunks
     ]
-    middle = chunks[len(chunks) // 2]
+    middle = 4 if 4 in chunks else chunks[len(chunks) // 2]
     variants = [
         LinearLoss(
             f"ours, {middle} chunks, fp32 accumulation",
