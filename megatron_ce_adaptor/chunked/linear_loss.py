@@ -270,7 +270,7 @@ def _output_layer(
 
 
 def _given_columns(shard: VocabShard) -> int:
-    """The columns that this rank has; the others of a shard of a described size (see `ChunkedShard`) are
+    """The columns that this rank has; the others of a shard of a described size (see `VocabShard.misfit`) are
     those that it should have."""
     return getattr(shard, "given_columns", shard.columns)
 
