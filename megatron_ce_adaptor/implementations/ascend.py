@@ -68,7 +68,23 @@ def _layout(rows: Rows) -> tuple[int, int, int, int]:
 
 
 def _is_strided(rows: Rows) -> bool:
-    return rows.column_stride != 1 and rows.columns > 1
+    """Consecutive columns are no neighbours: slow, but without a copy of the logits."""
+    if rows.column_stride == 1 or rows.columns == 1:
+        return False
+    if abs(rows.column_stride) * tiles.STRIDED >= 2**31:  # offsets within a tile are 32-bit vectors
+        raise ValueError(
+            f"the logits' columns are {rows.column_stride} elements apart, the Ascend kernels reach "
+            f"{2**31 // tiles.STRIDED - 1}: pass logits.contiguous()."
+        )
+    return True
+
+
+def _share_tiles(rows: Rows) -> bool:
+    """Several rows can be one tile: one stride leads from each to the next, and reaches all rows of a tile
+    within 32 bits, since those offsets are vectors.
+    """
+    reach = abs(rows.inner_stride) * tiles.short_tile(0).rows + rows.columns
+    return not rows.two_level and not _is_strided(rows) and reach < 2**31
 
 
 def row_statistics(
@@ -83,17 +99,27 @@ def row_statistics(
     memo: dict[Any, Any] | None = None,
 ) -> Tensor:
     """See `reference.row_statistics`."""
-    _check(logits, 0)
+    _check(logits, first_column + logits.shape[-1])
     rows = rows_of(logits)
     payload = torch.empty(
         (3 + smooth + statistics) * rows.n_rows + HEADER, dtype=torch.float32, device=logits.device
     )
     options = tiles.Options(smooth, statistics, smooth and weights is not None, _is_strided(rows))
+    column_weights = payload if weights is None else weights.columns
+    size = float(rows.columns // 65536), float(rows.columns % 65536)
+    if rows.columns <= tiles.MOST_SHORT_STATISTICS and _share_tiles(rows):
+        tile = tiles.short_tile(rows.columns)
+        _launch(
+            kernels.short_row_statistics_kernel, logits.device, -(-rows.n_rows // tile.rows),
+            logits, _dense(target), payload, column_weights,
+            rows.inner_stride, rows.n_rows, rows.columns, float(first_column), *size,
+            *tile, smooth, statistics, options.weighted,
+        )  # fmt: skip
+        return payload
     _launch(
         kernels.row_statistics_kernel, logits.device, rows.n_rows,
-        logits, _dense(target), payload, payload if weights is None else weights.columns,
-        *_layout(rows), rows.n_rows, rows.columns, first_column, ignore_index,
-        float(rows.columns // 65536), float(rows.columns % 65536),
+        logits, _dense(target), payload, column_weights,
+        *_layout(rows), rows.n_rows, rows.columns, first_column, ignore_index, *size,
         tiles.statistics_tile(rows.columns, logits.element_size(), options), rows.two_level, options.strided,
         smooth, statistics, options.weighted,
     )  # fmt: skip
@@ -192,15 +218,27 @@ def gradient(
         return
     rows, out_rows = rows_of(logits), rows_of(out)
     strided, out_strided = _is_strided(rows), _is_strided(out_rows)
-    smooth = label_smoothing > 0
+    smooth, z_loss = label_smoothing > 0, z_loss_weight != 0
+    column_weights, row_weights = (saved, saved) if weights is None else weights
+    factors = (
+        label_smoothing, 1.0 - label_smoothing, label_smoothing / total_columns, 1.0 / total_columns,
+        2.0 * z_loss_weight,
+    )  # fmt: skip
+    if rows.columns <= tiles.MOST_SHORT_GRADIENT and _share_tiles(rows) and _share_tiles(out_rows):
+        short = tiles.short_tile(rows.columns)
+        _launch(
+            kernels.short_row_gradient_kernel, logits.device, -(-rows.n_rows // short.rows),
+            logits, out, _dense(target), _dense(grad_loss), saved, column_weights, row_weights,
+            rows.inner_stride, out_rows.inner_stride, rows.n_rows, rows.columns,
+            float(first_column), float(ignore_index), *factors,
+            *short, smooth, z_loss, weights is not None,
+        )  # fmt: skip
+        return
     tile = tiles.gradient_tile(rows.columns, tiles.Options(strided=strided or out_strided))
     _launch(
         kernels.gradient_kernel, logits.device, rows.n_rows,
-        logits, out, _dense(target), _dense(grad_loss), saved,
-        saved if weights is None else weights.columns, saved if weights is None else weights.rows,
-        *_layout(rows), *_layout(out_rows), rows.n_rows, rows.columns, first_column, ignore_index,
-        label_smoothing, 1.0 - label_smoothing, label_smoothing / total_columns, 1.0 / total_columns,
-        2.0 * z_loss_weight,
+        logits, out, _dense(target), _dense(grad_loss), saved, column_weights, row_weights,
+        *_layout(rows), *_layout(out_rows), rows.n_rows, rows.columns, first_column, ignore_index, *factors,
         tile, rows.two_level, out_rows.two_level, strided, out_strided,
-        smooth, z_loss_weight != 0, weights is not None,
+        smooth, z_loss, weights is not None,
     )  # fmt: skip

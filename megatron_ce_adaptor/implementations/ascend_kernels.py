@@ -1,32 +1,27 @@
-"""Triton kernels of the cross entropy over vocabulary-sharded logits, for Ascend NPUs (and Triton's
-interpreter).
+"""Triton kernels of the cross entropy over vocabulary-sharded logits, for Ascend NPUs (and interpreters).
 
 Three kernels, one job each: `row_statistics_kernel` reads the logits once, `merge_kernel` joins the shards'
-statistics, `gradient_kernel` reads the logits once more and writes the gradient. Results, payload and what is
-saved for backward are those of the CUDA kernels and of `reference`; what differs is how a row is walked,
-because a
-vector core of an NPU is programmed like a DSP: it copies tiles into 192 KiB of local memory (the unified
-    buffer,
-UB), computes on whole tiles, and every number that goes from the vector unit to the scalar unit stops both.
+statistics, `gradient_kernel` reads the logits once more and writes the gradient; the first and the last have
+a form for short rows. Results, payload and what is saved for backward are those of the CUDA kernels and of
+`reference`. What differs is how a row is walked, because a vector core of an NPU is programmed like a DSP: it
+copies tiles into 192 KiB of local memory (the unified buffer, UB), computes on whole tiles, and every number
+that goes from the vector unit to the scalar unit stops both.
 
 - A grid of at most as many programs as there are vector cores; each loops over rows. More programs than cores
-are
   run one after the other at a cost each, and 65535 is the most a grid can have.
-- The target's column is left out of the sum by walking a row as two ranges, [0, y) and [y + 1, C). A
-comparison in
-  the loop would cost two more tiles of UB and, with integers, a loop over single elements on the oldest
+- The target's column is left out of the sum by walking a row as two ranges, [0, y) and [y + 1, C). To compare
+  in the loop would cost two more tiles of UB and, with integers, a loop over single elements on the oldest
   compiler. Masks are used in loads and stores only, where they are free.
-- The gradient is never read back: the target's column is overwritten by one store of its closed form.
+- The gradient is never read back: the target's column is overwritten by one store of its closed form, which
+  the compiler orders after the tile's.
 - No atomics; no 64-bit integers in vectors (they become loops over single elements): row offsets are 64-bit
-scalars.
-  Labels are compared as scalars, or in `merge_kernel` as fp32, which is exact below 2^24.
+  scalars. Labels are compared as scalars, or, in vectors of rows, as fp32, which is exact below 2^24.
 - All computation is fp32; there is no fp64 in the vector unit.
 
 `megatron-ce npu-check` compiles each of them for the 910B3 and prints what comes out.
 
 Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statistics. Formulas: see
-    `cuda_kernels`
-and `reference`.
+`cuda_kernels` and `reference`.
 """
 
 import triton
@@ -49,16 +44,8 @@ _INTEGERS = [
     "n_rows", "n_cols", "first_column", "ignore_index",
 ]  # fmt: skip
 _SMALL_TENSORS = [
-    "Y",
-    "PAYLOAD",
-    "GATHERED",
-    "LOSS",
-    "SAVED",
-    "STATS",
-    "G_LOSS",
-    "COLUMN_WEIGHTS",
-    "ROW_WEIGHTS",
-]
+    "Y", "PAYLOAD", "GATHERED", "LOSS", "SAVED", "STATS", "G_LOSS", "COLUMN_WEIGHTS", "ROW_WEIGHTS"
+]  # fmt: skip
 
 
 @triton.jit
@@ -90,11 +77,9 @@ def _add_tile(
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, STRIDED: tl.constexpr,
     SMOOTH: tl.constexpr, STATISTICS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Adds columns [i, min(i + BLOCK, end)) to the row's running max, sum of exp, sum of x, sum of exp * (x -
-    max).
+    """Adds columns [i, min(i + BLOCK, end)) to a row's max, sum of exp, sum of x and sum of exp * (x - max).
 
-    WHOLE: the tile ends before `end`. A masked load fills its tile first, and until that is done it may not
-        start.
+    WHOLE: the tile ends before `end`. A masked load fills its tile first, and waits until that is done.
     """
     at = _tile_at(base, i, column_stride, BLOCK, STRIDED)
     columns = i + tl.arange(0, BLOCK)
@@ -421,3 +406,125 @@ def gradient_kernel(
                 else:
                     exact -= subtrahend
             tl.store(g_base + shifted * g_column_stride, exact.to(G_X.dtype.element_ty))
+
+
+# Rows shorter than a tile: several of them in one, [ROWS, BLOCK] with BLOCK >= C. The vector unit then never
+# waits for a number of a row, and what a row costs at least is shared. The target's column is found by
+# comparing column numbers in fp32, one vector instruction, exact below 2^24; short rows leave room for that.
+
+
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
+def short_row_statistics_kernel(
+    X,                                  # logits: N rows of C columns
+    Y,                                  # [N] class ids
+    PAYLOAD,                            # [K * N + HEADER]
+    COLUMN_WEIGHTS,                     # [C] if WEIGHTED
+    inner_stride: tl.int32, n_rows: tl.int64, n_cols: tl.int32,
+    first_column, columns_high, columns_low,                                           # fp32
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, STATISTICS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """What `row_statistics_kernel` writes, for ROWS rows at a time; ignored rows are read too."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        start = tl.cast(block, tl.int64) * ROWS
+        there = rows < tl.cast(tl.minimum(n_rows - start, ROWS), tl.int32)
+        target = tl.load(Y + start + rows, mask=there, other=0).to(tl.float32) - first_column
+        at = X + start * inner_stride + rows[:, None] * inner_stride + columns[None, :]
+        inside = there[:, None] & (columns < n_cols)[None, :]
+        x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+        is_target = columns.to(tl.float32)[None, :] == target[:, None]
+        # a sum and not a maximum, which may drop a NaN
+        x_target = tl.sum(tl.where(is_target, x, 0.0), 1)
+        x_target = tl.where((target >= 0.0) & (target < n_cols), x_target, float("-inf"))
+        x = tl.where(is_target, float("-inf"), x)
+        peak = tl.maximum(tl.max(x, 1), LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        distance = x - peak[:, None]
+        e = tl.exp(distance)
+        out = PAYLOAD + start
+        tl.store(out + rows, peak, mask=there)
+        tl.store(out + n_rows + rows, tl.sum(e, 1), mask=there)
+        tl.store(out + 2 * n_rows + rows, x_target, mask=there)
+        if SMOOTH:
+            summand = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                summand = (
+                    summand * tl.load(COLUMN_WEIGHTS + columns, mask=columns < n_cols, other=0.0)[None, :]
+                )
+            tl.store(out + 3 * n_rows + rows, tl.sum(summand, 1), mask=there)
+        if STATISTICS:
+            weighted = tl.sum(e * tl.maximum(distance, FAR, propagate_nan=tl.PropagateNan.ALL), 1)
+            tl.store(out + (3 + SMOOTH) * n_rows + rows, weighted, mask=there)
+    if tl.program_id(0) == 0:
+        header = PAYLOAD + (3 + SMOOTH + STATISTICS) * n_rows
+        tl.store(header, columns_high)
+        tl.store(header + 1, columns_low)
+        tl.store(header + 2, 0.0)
+        tl.store(header + 3, 0.0)
+
+
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
+def short_row_gradient_kernel(
+    X,                                  # logits: N rows of C columns
+    G_X,                                # their gradient; may be X itself
+    Y,                                  # [N] class ids
+    G_LOSS,                             # [N], fp32
+    SAVED,                              # [3, N]
+    COLUMN_WEIGHTS, ROW_WEIGHTS,        # [C], [N + 1] if WEIGHTED
+    inner_stride: tl.int32, g_inner_stride: tl.int32, n_rows: tl.int64, n_cols: tl.int32,
+    first_column, ignore_index_fp32,                                                   # fp32
+    label_smoothing, one_less_smoothing, per_class, one_class, double_z_loss_weight,   # fp32
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """What `gradient_kernel` writes, for ROWS rows at a time."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        start = tl.cast(block, tl.int64) * ROWS
+        there = rows < tl.cast(tl.minimum(n_rows - start, ROWS), tl.int32)
+        label = tl.load(Y + start + rows, mask=there, other=0).to(tl.float32)
+        alive = tl.where(label != ignore_index_fp32, 1.0, 0.0)
+        scale = tl.where(alive == 1.0, tl.load(G_LOSS + start + rows, mask=there, other=0.0), 0.0)
+        peak = tl.load(SAVED + start + rows, mask=there, other=0.0)
+        log_total = tl.load(SAVED + n_rows + start + rows, mask=there, other=0.0)
+        grad_target = tl.load(SAVED + 2 * n_rows + start + rows, mask=there, other=0.0)
+
+        subtrahend = scale * per_class
+        factor = scale
+        exact = grad_target * one_less_smoothing + (grad_target + 1.0) * label_smoothing
+        if WEIGHTED or Z_LOSS:
+            own = grad_target * 0.0 + one_less_smoothing
+            shared = grad_target * 0.0 + label_smoothing
+            if WEIGHTED:
+                row_weight = tl.load(ROW_WEIGHTS + start + rows, mask=there, other=0.0)
+                own = row_weight * one_less_smoothing
+                shared = shared * (tl.load(ROW_WEIGHTS + n_rows) * one_class)
+            if Z_LOSS:
+                shared += (peak + log_total) * double_z_loss_weight
+            factor = scale * (own + shared)
+            exact = grad_target * own + (grad_target + 1.0) * shared
+        exact = exact * scale
+        if SMOOTH:
+            if WEIGHTED:
+                exact -= subtrahend * row_weight
+            else:
+                exact -= subtrahend
+
+        inside = there[:, None] & (columns < n_cols)[None, :]
+        at = X + start * inner_stride + rows[:, None] * inner_stride + columns[None, :]
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.exp((x - peak[:, None]) - log_total[:, None]) * factor[:, None]
+        if SMOOTH:
+            if WEIGHTED:
+                weights = tl.load(COLUMN_WEIGHTS + columns, mask=columns < n_cols, other=0.0)
+                gradient = gradient - weights[None, :] * subtrahend[:, None]
+            else:
+                gradient = gradient - subtrahend[:, None]
+        is_target = columns.to(tl.float32)[None, :] == (label - first_column)[:, None]
+        gradient = tl.where(is_target, exact[:, None], gradient)
+        # an ignored row may hold NaN
+        gradient = tl.where(alive[:, None] == 1.0, gradient, 0.0)
+        g_at = G_X + start * g_inner_stride + rows[:, None] * g_inner_stride + columns[None, :]
+        tl.store(g_at, gradient.to(G_X.dtype.element_ty), mask=inside)

@@ -62,6 +62,7 @@ def cases(every: bool = False) -> Iterator[Case]:
     for dtype in DTYPES:
         yield from _unique(_statistics(dtype, every))
         yield from _unique(_gradient(dtype, every))
+        yield from _short(dtype, every)
     yield from _merge(every)
 
 
@@ -135,6 +136,29 @@ def _gradient(dtype: str, every: bool) -> Iterator[Case]:
                 },
                 # whole tiles of a live row; the tiles of an ignored one
                 trips=(COLUMNS / tile, COLUMNS / tile),
+            )  # fmt: skip
+
+
+def _short(dtype: str, every: bool) -> Iterator[Case]:
+    widths = sorted({tiles.short_tile(2**k) for k in range(12) if 2**k <= tiles.MOST_SHORT_STATISTICS})
+    types = {**_types(dtype), "first_column": "fp32", "inner_stride": "i32", "g_inner_stride": "i32"}
+    for kernel, most in (
+        ("statistics", tiles.MOST_SHORT_STATISTICS),
+        ("gradient", tiles.MOST_SHORT_GRADIENT),
+    ):
+        names = ("SMOOTH", "STATISTICS" if kernel == "statistics" else "Z_LOSS", "WEIGHTED")
+        for flags, tile in itertools.product(itertools.product((False, True), repeat=3), widths):
+            wanted = every or (len(set(flags)) == 1 and dtype != "fp16")
+            if not wanted or tile.columns > most or (kernel == "statistics" and flags[2] and not flags[0]):
+                continue
+            constants = dict(zip(names, flags, strict=True))
+            flagged = {name.lower(): on for name, on in constants.items()}
+            yield Case(
+                _name(f"short_row_{kernel} of {tile.rows}", dtype, tile.columns, **flagged),
+                MODULE, f"short_row_{kernel}_kernel", dtype, tile.columns, types,
+                {"ROWS": tile.rows, "BLOCK": tile.columns, **constants},
+                rows=tile.rows,
+                columns=tile.columns,
             )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ class TestInterpreted:
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(saved, expected_saved, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("column_stride", [1, 2**22])
+    @pytest.mark.parametrize("column_stride", [1, 2**22 - 1])
     def test_offsets_beyond_2_to_the_31(self, column_stride: int) -> None:
         """HAZARDS 27: rows, and columns of a transposed matrix, whose offset needs 64 bits. The memory is
         reserved, not used."""
@@ -127,15 +127,17 @@ class TestInterpreted:
             kernels().forward(torch.zeros(1, 2, dtype=torch.float64), target, total_columns=2, **options)
         with pytest.raises(ValueError, match=str(2**24)):
             kernels().forward(torch.zeros(1, 2), target, total_columns=2**24, **options)
+        far = torch.empty(2**22 + 1).as_strided((1, 2), (1, 2**22))
+        with pytest.raises(ValueError, match=r"4194304 elements apart.*contiguous"):
+            kernels().forward(far, target, total_columns=2, **options)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_tile_that_is_launched_is_compiled_by_the_gate(itemsize: int) -> None:
     """HAZARDS 30: for any number of columns and any options the launch code's tile is one of npu-check's."""
     dtype = "bf16" if itemsize == 2 else "fp32"
-    checked = {
-        (c.kernel, c.dtype, c.tile, c.constants["STRIDED"]) for c in shipped.cases() if "merge" not in c.name
-    }
+    shared = {(c.kernel, c.dtype, c.rows, c.tile) for c in shipped.cases()}
+    checked = {(c.kernel, c.dtype, c.tile, c.constants.get("STRIDED")) for c in shipped.cases()}
     every = {c.name for c in shipped.cases(every=True)}
     assert {c.name for c in shipped.cases()} <= every
     for columns in {2**k + d for k in range(22) for d in (-1, 0, 1)} - {0}:
@@ -148,3 +150,9 @@ def test_every_tile_that_is_launched_is_compiled_by_the_gate(itemsize: int) -> N
             assert shipped._name("row_statistics", dtype, tile, **options._asdict()) in every
             tile = ascend_tiles.gradient_tile(columns, options)
             assert ("gradient_kernel", dtype, tile, options.strided) in checked
+        short = ascend_tiles.short_tile(columns)
+        if columns <= ascend_tiles.MOST_SHORT_STATISTICS:
+            assert short.columns >= columns
+            assert ("short_row_statistics_kernel", dtype, *short) in shared
+        if columns <= ascend_tiles.MOST_SHORT_GRADIENT:
+            assert ("short_row_gradient_kernel", dtype, *short) in shared
