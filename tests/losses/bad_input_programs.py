@@ -57,6 +57,13 @@ def bad_calls(rank: int) -> dict[str, str]:
         "wrong vocabulary": lambda: chunked(
             uneven, CrossEntropyLoss(tp_group=group, global_vocab_size=8), p.hidden, p.labels, True
         ),
+        "wrong vocabulary with class weights": lambda: chunked(
+            uneven,
+            CrossEntropyLoss(tp_group=group, global_vocab_size=8, weight=torch.ones(8), label_smoothing=0.1),
+            p.hidden,
+            p.labels,
+            True,
+        ),
         "class weight": lambda: chunked(
             own, CrossEntropyLoss(tp_group=group, weight=torch.ones(4)), p.hidden, p.labels, True
         ),

@@ -131,6 +131,7 @@ def test_on_ranks_all_say_the_same_and_none_hangs(rank_pools):
         "no reduction named": "ValueError: lm_head is a plain layer whose vocabulary is split over 2 ranks",
         "uneven shards": "ValueError: the vocabulary shards have [5, 4] columns",
         "wrong vocabulary": "ValueError: the vocabulary shards have [5, 4] columns",
+        "wrong vocabulary with class weights": "ValueError: the vocabulary shards have [5, 4] columns",
         "class weight": "ValueError: the class weight has shape (4,), expected (8,)",
         "labels": "ValueError: labels have shape (2, 4), expected (2, 3)",
         "label": "ValueError: target[5] is 8, expected a class in [0, 8)",
