@@ -155,7 +155,9 @@ def cross_entropy(
         logits, target, ignore_index, label_smoothing, z_loss_weight, return_statistics, group, shard
     )
     if overwrite_input and logits.requires_grad and torch.is_grad_enabled():
-        _refuse_to_overwrite(logits)
+        # the usual logits have no obstacle, and telling that takes three looks
+        if logits.is_leaf or logits._is_view() or not plan.contiguous:
+            _refuse_to_overwrite(logits)
     if shard is not None:
         group = shard.group
     labels = target if target.dim() == 1 else target.reshape(-1)

@@ -32,12 +32,25 @@ class Plan:
         statistics: whether they are asked for.
         module, name: the implementation.
         checks_labels: MCE_CHECK_LABELS, None where it is unset.
+        contiguous: the logits are.
         memo: the implementation's own, about calls that have this plan.
     """
 
-    __slots__ = ("_group", "_split", "checks_labels", "memo", "module", "name", "statistics", "terms")
+    __slots__ = (
+        "_group",
+        "_split",
+        "checks_labels",
+        "contiguous",
+        "memo",
+        "module",
+        "name",
+        "statistics",
+        "terms",
+    )
 
-    def __init__(self, device_type: str, group: Any, terms: Terms, statistics: bool) -> None:
+    def __init__(
+        self, device_type: str, group: Any, terms: Terms, statistics: bool, contiguous: bool
+    ) -> None:
         shard = terms.shard
         self._group = None if group is None else weakref.ref(group)
         self._split = shard.group is not None  # a group of one rank splits nothing
@@ -47,6 +60,7 @@ class Plan:
         self.module: ModuleType = choice.module
         self.name = choice.name
         self.checks_labels = switch("MCE_CHECK_LABELS")
+        self.contiguous = contiguous
         self.memo: dict[Any, Any] = {}
 
     def is_of(self, group: Any) -> bool:
@@ -104,7 +118,7 @@ def plan_of(
     if shard is None:
         shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
-    plan = Plan(logits.device.type, group, terms, statistics)
+    plan = Plan(logits.device.type, group, terms, statistics, logits.is_contiguous())
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     _plans[key] = plan

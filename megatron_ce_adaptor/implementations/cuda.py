@@ -118,17 +118,8 @@ def _check_grid(programs: int, what: str) -> None:
         )
 
 
-# Names in a memo: of the calls with class weights, one more.
+# Where a memo (see `plan_of`) holds a call's launches; those with class weights one further on.
 _STATISTICS_CALL, _MERGE_CALL, _FORWARD_CALL = 0, 2, 4
-
-
-def _remembered(memo: dict[Any, Any] | None, key: object) -> PreparedCall | None:
-    return None if memo is None else memo.get(key)
-
-
-def _remember(memo: dict[Any, Any] | None, key: object, call: PreparedCall) -> None:
-    if memo is not None:
-        memo[key] = call
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -178,11 +169,6 @@ def _statistics_call(
     )  # fmt: skip
 
 
-def _weight_tensors(weights: ClassWeights | None, instead: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernels' (COLUMN_WEIGHTS, ROW_WEIGHTS); without weights one of their dtype, not read."""
-    return (instead, instead) if weights is None else weights
-
-
 def row_statistics(
     logits: Tensor,
     target: Tensor,
@@ -196,25 +182,24 @@ def row_statistics(
 ) -> Tensor:
     """See `reference.row_statistics`."""
     k = 3 + smooth + statistics
-    payload = torch.empty(
-        k * target.numel() + HEADER, dtype=_accumulation_dtype(logits), device=logits.device
-    )
+    payload = logits.new_empty(k * target.shape[0] + HEADER, dtype=_accumulation_dtype(logits))
     weighted = weights is not None
-    call = _remembered(memo, _STATISTICS_CALL + weighted)
+    memo = {} if memo is None else memo
+    call = memo.get(_STATISTICS_CALL + weighted)
     if call is None:
-        call = _statistics_call(
+        call = memo[_STATISTICS_CALL + weighted] = _statistics_call(
             logits, target, first_column, 0, ignore_index, 1.0 if smooth else 0.0, 0.0, statistics, True,
             weighted,
         )  # fmt: skip
-        _remember(memo, _STATISTICS_CALL + weighted, call)
-    call(logits, target, payload, payload, payload, payload, *_weight_tensors(weights, payload))
+    column_weights, row_weights = weights or (payload, payload)  # not read without weights
+    call(logits, target, payload, payload, payload, payload, column_weights, row_weights)
     return payload
 
 
 def _result_buffers(target: Tensor, dtype: torch.dtype, statistics: bool) -> tuple[Tensor, Tensor, Tensor]:
     """loss [N], saved [3, N], stats [4, N] (stats is saved, unused, without statistics)."""
-    n = target.numel()
-    loss = torch.empty(n, dtype=dtype, device=target.device)
+    n = target.shape[0]
+    loss = target.new_empty(n, dtype=dtype)
     saved = loss.new_empty((3, n))
     stats = loss.new_empty((4, n)) if statistics else saved
     return loss, saved, stats
@@ -236,12 +221,13 @@ def merge(
     """See `reference.merge`."""
     loss, saved, stats = _result_buffers(target, gathered.dtype, statistics)
     weighted = weights is not None
-    call = _remembered(memo, _MERGE_CALL + weighted)
+    memo = {} if memo is None else memo
+    call = memo.get(_MERGE_CALL + weighted)
     if call is None:
         n = target.numel()
         smooth = label_smoothing > 0
         overlap = _can_overlap(gathered.device)
-        call = PreparedCall(
+        call = memo[_MERGE_CALL + weighted] = PreparedCall(
             kernels.merge_kernel,
             -(-n // _MERGE_BLOCK),
             gathered.device,
@@ -254,8 +240,7 @@ def merge(
             4,
             overlap=overlap,
         )  # fmt: skip
-        _remember(memo, _MERGE_CALL + weighted, call)
-    call(gathered, target, loss, saved, stats, _weight_tensors(weights, saved)[1])
+    call(gathered, target, loss, saved, stats, saved if weights is None else weights.rows)
     return loss, saved, stats if statistics else None
 
 
@@ -274,14 +259,15 @@ def forward(
     """See `reference.forward`; here one kernel."""
     loss, saved, stats = _result_buffers(target, _accumulation_dtype(logits), statistics)
     weighted = weights is not None
-    call = _remembered(memo, _FORWARD_CALL + weighted)
+    memo = {} if memo is None else memo
+    call = memo.get(_FORWARD_CALL + weighted)
     if call is None:
-        call = _statistics_call(
+        call = memo[_FORWARD_CALL + weighted] = _statistics_call(
             logits, target, 0, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, False,
             weighted,
         )  # fmt: skip
-        _remember(memo, _FORWARD_CALL + weighted, call)
-    call(logits, target, saved, loss, saved, stats, *_weight_tensors(weights, saved))
+    column_weights, row_weights = weights or (saved, saved)
+    call(logits, target, saved, loss, saved, stats, column_weights, row_weights)
     return loss, saved, stats if statistics else None
 
 
@@ -305,12 +291,13 @@ def gradient(
         return
     weighted = weights is not None
     key = (weighted, grad_loss.dtype, grad_loss.stride(), None if out is logits else _place(out))
-    call = _remembered(memo, key)
+    memo = {} if memo is None else memo
+    call = memo.get(key)
     if call is None:
         options = (first_column, total_columns, ignore_index, label_smoothing, z_loss_weight)
-        call = _gradient_call(logits, target, grad_loss, out, *options, weighted=weighted)
-        _remember(memo, key, call)
-    call(logits, out, target, grad_loss, saved, *_weight_tensors(weights, saved))
+        call = memo[key] = _gradient_call(logits, target, grad_loss, out, *options, weighted=weighted)
+    column_weights, row_weights = weights or (saved, saved)
+    call(logits, out, target, grad_loss, saved, column_weights, row_weights)
 
 
 def _gradient_call(

@@ -63,17 +63,15 @@ class PreparedCall:
     def __call__(self, *tensors: Tensor) -> None:
         """Launches on the current stream of the tensors' device."""
         index = self._device.index
-        if self._launch is None or _is_observed(self._jit):
+        launched = self._launch
+        if launched is None or _is_observed(self._jit):
             self._through_jit(tensors)
-        elif index == torch._C._cuda_getDevice():
-            self._directly(index, tensors)
-        else:  # Triton launches on the current device, which need not be the tensors'
+            return
+        if index != torch._C._cuda_getDevice():  # Triton launches there, where the tensors need not be
             with torch.cuda.device(index):
-                self._directly(index, tensors)
-
-    def _directly(self, index: int, tensors: tuple[Tensor, ...]) -> None:
-        assert self._launch is not None
-        launch, before, after = self._launch
+                self(*tensors)
+            return
+        launch, before, after = launched
         pointers = [tensor.data_ptr() for tensor in tensors]
         for place, lead in self._leads:
             pointers[place] -= lead * tensors[place].element_size()
