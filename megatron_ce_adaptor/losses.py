@@ -94,15 +94,17 @@ class CrossEntropyLoss:
         """
         per_token, statistics = self._per_token(logits, labels)
         count = valid_token_count(global_valid_tokens, per_token)
-        to_caller = _plain if is_dtensor(per_token) and not is_dtensor(labels) else _same
-        loss = to_caller(per_token.sum())
+        if is_dtensor(per_token) and not is_dtensor(labels):  # all ranks have all tokens
+            per_token = _plain(per_token)
+            statistics = statistics and CrossEntropyStatistics(*map(_plain, statistics))
+        loss = per_token.sum()
         if count is not None:
             loss = loss / count
         if self.bare:
             return loss
         metrics = {}
         if statistics is not None:
-            metrics = self.metrics_of(statistics, labels, count, to_caller)
+            metrics = self.metrics_of(statistics, labels, count, _same)
         return loss, metrics
 
     def metrics_of(

@@ -270,6 +270,13 @@ def colwise_head(rank: int) -> list[tuple[Counts, Counts]]:
         counts.append((forward, backward))
         logits = layer(hidden)  # the module's own forward and hooks are back
         assert isinstance(logits, DTensor) and logits.shape == (3, 8, vocab)
+        whole_loss, metrics = CrossEntropyLoss(report_metrics=True)(logits, p.labels, p.valid)
+        assert type(whole_loss) is Tensor
+        assert_number(whole_loss, expected.loss, "plain labels, whole")
+        assert all(type(value) is Tensor for value in metrics.values())
+        for name, value in expected.metrics.items():
+            assert_number(metrics[name], value, f"plain labels, whole: {name}")
+        whole_loss.backward()
     return counts
 
 
