@@ -46,8 +46,9 @@ class CrossEntropyLoss:
         report_metrics: put "accuracy/mean" (fraction of valid tokens whose label has the largest logit) and
             "entropy/mean" (nats) into the metrics, and "z_loss/mean" if there is a z-loss: like the loss,
             sums over this call's tokens divided by `global_valid_tokens`, to be summed over ranks and calls;
-            without `global_valid_tokens` divided by this call's own number of valid tokens. 0-d, detached, of
-            the loss's kind (plain or DTensor); nothing waits for the device.
+            without `global_valid_tokens` divided by this call's own number of valid tokens (of DTensors, the
+            whole batch's, which takes an all-reduce). 0-d, detached, of the loss's kind (plain or DTensor);
+            nothing waits for the device.
         bare: return the loss alone.
 
     Raises (when called): TypeError, ValueError as `loss_parallel_cross_entropy`; ValueError for a
