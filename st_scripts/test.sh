@@ -49,6 +49,8 @@ attempt() { # attempt NAME COMMAND...: run it, remember NAME if it fails, go on
   fi
 }
 run_pytest() { "$VENV_PYTHON" -m pytest -q "$@"; }
+# Two processes, each with files of its own: for tests that use one core most of the time.
+run_pytest_by_two() { run_pytest -n 2 --dist loadfile "$@"; }
 
 run_style() {
   attempt "style/ruff" "$VENV/bin/ruff" check .
@@ -59,11 +61,11 @@ run_style() {
 }
 
 run_unit() {
-  attempt "unit" run_pytest tests/unit tests/longrun tests/benchmarks
+  attempt "unit" run_pytest_by_two tests/unit tests/longrun tests/benchmarks
   attempt "unit/dtensor" run_pytest tests/dtensor
   attempt "unit/losses" run_pytest tests/losses
   # A process of its own: Triton reads TRITON_INTERPRET when it is imported.
-  attempt "unit/interpreter" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/unit tests/losses -m interpreter
+  attempt "unit/interpreter" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q -n 2 --dist worksteal tests/unit tests/losses -m interpreter
 }
 
 run_megatron() {
@@ -86,7 +88,7 @@ other_megatrons() {
 run_ascend() {
   attempt "ascend/toolchain" bash st_scripts/setup_npu_gate.sh
   attempt "ascend" run_pytest tests/ascend
-  attempt "ascend/interpreter" env TRITON_INTERPRET=1 MCE_TRITON_KERNELS=ascend "$VENV_PYTHON" -m pytest -q tests/unit -m interpreter
+  attempt "ascend/interpreter" env TRITON_INTERPRET=1 MCE_TRITON_KERNELS=ascend "$VENV_PYTHON" -m pytest -q -n 2 --dist worksteal tests/unit -m interpreter
   attempt "ascend/kernels" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/ascend -m interpreter
 }
 
