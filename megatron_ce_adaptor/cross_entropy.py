@@ -154,10 +154,14 @@ def cross_entropy(
     plan = plan_of(
         logits, target, ignore_index, label_smoothing, z_loss_weight, return_statistics, group, shard
     )
-    if overwrite_input and logits.requires_grad and torch.is_grad_enabled():
-        # the usual logits have no obstacle, and telling that takes three looks
-        if logits.is_leaf or logits._is_view() or not plan.contiguous:
-            _refuse_to_overwrite(logits)
+    if (
+        overwrite_input
+        and logits.requires_grad
+        and torch.is_grad_enabled()
+        # the usual logits are none of these, and need no closer look
+        and (logits.is_leaf or logits._is_view() or not plan.contiguous)
+    ):
+        _refuse_to_overwrite(logits)
     if shard is not None:
         group = shard.group
     labels = target if target.dim() == 1 else target.reshape(-1)
