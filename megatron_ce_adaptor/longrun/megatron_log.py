@@ -1,18 +1,22 @@
 """Read what Megatron prints while it trains: a log file in, a `TrainingLog` out.
 
 Understood: the iteration lines of Megatron-LM / Megatron-Core 0.12 to 0.19, MindSpeed-LLM (the same lines,
-with a few more fields) and forks that print `value/mean` pairs; the memory lines; the argument dump; and the
-line in which every rank of ours says at exit which cross entropy it called. Text of other ranks in between,
-`[default0]:` prefixes, colour codes, broken records, restarts in the same file and gzip are all expected.
+with a few more fields), Megatron-Bridge (memory in GB), Megatron-DeepSpeed (seconds a step) and forks that
+print `value/mean` pairs; the memory lines; the argument dump; and the line in which every rank of ours says at
+exit which cross entropy it called. Text of other ranks in between, `[default0]:` prefixes, colour codes, broken
+records, lines that several ranks print, restarts in the same file, gzip and UTF-16 are all expected.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import gzip
 import math
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,10 +31,15 @@ CROSS_ENTROPY_CALLS = re.compile(
 
 _HEAD = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 _END = re.compile(r"number of nan\s*iterations:\s*\d+\s*(?:\||$)")
-_MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\)((?: \| [a-z ]+: [\d.]+)+)")
+_MEMORY = re.compile(
+    r"\[Rank (\d+)\] \(after \d+ iterations\) memory \((MB|GB)\)((?: \| [a-z\- ]+: [\d.]+)+)"
+)
+# Megatron's names, and those of Megatron-Bridge.
+_ALLOCATED = ("allocated", "mem-allocated-gigabytes")
+_MAX_ALLOCATED = ("max allocated", "mem-max-allocated-gigabytes")
 _ARGUMENT = re.compile(r"^\s*([A-Za-z_]\w*) \.*\s?(.*)$")
-# Behind what another rank has printed without ending its line yet.
-_ARGUMENT_LATER_IN_LINE = re.compile(r"\S {2}([A-Za-z_]\w*) \.{3,} (.*)$")
+# Behind a collector's time stamp, or what another rank has printed without ending its line yet.
+_ARGUMENT_LATER_IN_LINE = re.compile(r"\S {2,}([A-Za-z_]\w*) \.{3,} (.*)$")
 _LOADED = re.compile(r"successfully loaded checkpoint .* at iteration (\d+)")
 _EXITING = re.compile(r"exiting program at iteration (\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -38,11 +47,13 @@ _LAUNCHER_PREFIX = re.compile(r"^\s*(?:\[[A-Za-z_.\-]+\d+\]:|\d+: )")
 
 _LONGEST_LINE = 1 << 20  # a binary file has no line ends; never read it whole into memory
 _CONTINUATION_LINES = 40  # other ranks' lines that may stand inside one broken record
+_SLOWEST_PRINTER = 2  # steps by which a second rank that prints the same lines may lag behind the first
 _FIELDS = {
     "lm loss": "lm_loss",
     "loss": "lm_loss",
     "grad norm": "grad_norm",
     "elapsed time per iteration (ms)": "time_ms",
+    "elapsed time per iteration (s)": "time_s",
     "learning rate": "learning_rate",
     "global batch size": "global_batch_size",
     "loss scale": "loss_scale",
@@ -96,12 +107,14 @@ class TrainingLog:
     """One training run as its log tells it.
 
     `steps` is keyed by iteration, in ascending order. `replaced` are iterations that were printed again after
-    a restart (the later line counts); `damaged` are iterations whose line could not be read whole.
-    `loaded_iteration` is the checkpoint before the first of `steps`, `exit_iteration` where the latest
-    attempt was told to stop.
+    a restart (the later line counts); `damaged` are iterations whose line could not be read whole; `repeated`
+    counts lines that another rank of the same attempt printed too. `loaded_iteration` is the checkpoint before
+    the first of `steps`, `exit_iteration` where the latest attempt was told to stop. `truncated` says how a
+    log that ends early ends, where such a log was allowed.
     """
 
-    name: str
+    name: str  # of the file alone: it goes into results that are shared
+    source: str = ""  # the path as the user gave it: for messages, nothing else
     steps: dict[int, Step] = field(default_factory=dict)
     announced_steps: int = 0
     arguments: dict[str, str] = field(default_factory=dict)
@@ -114,6 +127,13 @@ class TrainingLog:
     exit_iteration: int | None = None
     lines: int = 0
     last_record_cut: bool = False
+    repeated: int = 0
+    truncated: str = ""
+
+    @property
+    def label(self) -> str:
+        """What a message calls this log; two logs of one base name are told apart."""
+        return self.source or self.name
 
     @property
     def iterations(self) -> list[int]:
@@ -192,24 +212,38 @@ class TrainingLog:
         return int(value) if value.isdigit() else None
 
 
-def parse_log(path: str | Path) -> TrainingLog:
-    """Parse the log at `path` (text or gzip). Raises LogError if it is missing, empty, foreign, broken or
-    truncated."""
+def parse_log(path: str | Path, *, allow_truncated: bool = False) -> TrainingLog:
+    """Parse the log at `path` (text, UTF-16 text or gzip).
+
+    Raises LogError if it is missing, empty, foreign, broken, or, unless `allow_truncated`, truncated.
+    """
     path = Path(path)
     if path.is_dir():
         raise LogError(f"{path} is a folder; give a log file, or a run folder with native.log and te.log.")
     try:
-        with path.open("rb") as handle:
-            magic = handle.read(2)
-        with gzip.open(path) if magic == b"\x1f\x8b" else path.open("rb") as opened:
-            log = _Parser(path.name).parse(opened)
+        with _opened(path) as lines:
+            return _Parser(path, allow_truncated).parse(lines)
     except FileNotFoundError:
         raise LogError(f"{path} does not exist.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise LogError(f"{path} is a damaged or cut gzip file ({error}); copy it again.") from None
     except OSError as error:
         raise LogError(f"{path} cannot be read: {error.strerror or error}.") from None
-    return log
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[_Lines]:
+    """The log's bytes, unpacked, as UTF-8 where its first bytes say that it is something else."""
+    with path.open("rb") as handle:
+        magic = handle.read(2)
+        handle.seek(0)
+        if magic == b"\x1f\x8b":
+            with gzip.open(handle) as unpacked:
+                yield unpacked
+        elif magic in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # what PowerShell's `>` and Tee-Object write
+            yield codecs.EncodedFile(handle, "utf-8", "utf-16", "replace")
+        else:
+            yield handle
 
 
 def _not_finite(value: float | None) -> bool:
@@ -231,8 +265,10 @@ class _Lines(Protocol):
 class _Parser:
     """The state of one pass over a log."""
 
-    def __init__(self, name: str) -> None:
-        self.log = TrainingLog(name)
+    def __init__(self, path: Path, allow_truncated: bool) -> None:
+        self.log = TrainingLog(path.name, source=str(path))
+        self.allow_truncated = allow_truncated
+        self.starts_at: dict[int, int] = {}  # iteration -> the attempt that printed it
         self.open_record: tuple[int, int] | None = None  # iteration, announced
         self.open_text = ""
         self.open_lines = 0
@@ -288,12 +324,13 @@ class _Parser:
             self.attempt_loaded, self.log.exit_iteration = 0, None
 
     def _other_lines(self, text: str) -> None:
-        if "memory (MB)" in text:
+        if "memory (" in text:
             for match in _MEMORY.finditer(text):
                 values = dict(part.rsplit(": ", 1) for part in match[3].split(" | ") if part)
                 memory = self.log.memory.setdefault(int(match[1]), RankMemory())
-                memory.allocated = max(memory.allocated, float(values.get("allocated", 0)))
-                memory.max_allocated = max(memory.max_allocated, float(values.get("max allocated", 0)))
+                scale = 1000 if match[2] == "GB" else 1
+                memory.allocated = max(memory.allocated, _first(values, _ALLOCATED) * scale)
+                memory.max_allocated = max(memory.max_allocated, _first(values, _MAX_ALLOCATED) * scale)
         if "cross entropy:" in text:
             for match in CROSS_ENTROPY_CALLS.finditer(text):
                 calls = self.log.calls.setdefault(int(match["rank"] or 0), CrossEntropyCalls())
@@ -347,6 +384,9 @@ class _Parser:
     def _store(self, step: Step, announced: int, damaged: bool) -> None:
         steps = self.log.steps
         self.log.announced_steps = announced
+        if self._printed_already(step):
+            self.log.repeated += 1
+            return
         if steps and step.iteration <= next(reversed(steps)):
             # A restart: what the earlier attempt did from here on is void, also the steps the new one has yet
             # to reach.
@@ -360,28 +400,39 @@ class _Parser:
         if self.log.exit_iteration is not None and step.iteration > self.log.exit_iteration:
             self.log.exit_iteration = None  # a later attempt, without a dump of its arguments
         steps[step.iteration] = step
+        self.starts_at[step.iteration] = self.log.starts
         if damaged:
             self.log.damaged.append(step.iteration)
+
+    def _printed_already(self, step: Step) -> bool:
+        """Whether another rank of this attempt printed the same line; a restart prints the arguments first."""
+        earlier = self.log.steps.get(step.iteration)
+        if earlier is None or self.starts_at[step.iteration] != self.log.starts:
+            return False
+        if next(reversed(self.log.steps)) - step.iteration > _SLOWEST_PRINTER * self.log.log_interval:
+            return False
+        return repr((earlier.lm_loss, earlier.grad_norm)) == repr((step.lm_loss, step.grad_norm))
 
     def _check(self) -> None:
         log = self.log
         log.replaced = sorted(set(log.replaced))
         if not log.lines:
-            raise LogError(f"{log.name} is empty; the run wrote nothing, or its output went elsewhere.")
+            raise LogError(f"{log.label} is empty; the run wrote nothing, or its output went elsewhere.")
         if not log.steps:
             raise LogError(self._no_steps())
         last, expected = max(log.steps), log.expected_last
         if last < expected // log.log_interval * log.log_interval:
             where = " in the middle of a line" if log.last_record_cut else ""
             why = f" (last error in it: {self.last_error[:200]})" if self.last_error else ""
-            raise LogError(
-                f"{log.name} is truncated: it announces {expected} steps and ends{where} after step "
-                f"{last}{why}; "
-                "let the run finish or resume it, then compare again."
-            )
+            log.truncated = f"it announces {expected} steps and ends{where} after step {last}{why}"
+            if not self.allow_truncated:
+                raise LogError(
+                    f"{log.label} is truncated: {log.truncated}; let the run finish or resume it, then "
+                    "compare again, or look at the steps that are there with --force."
+                )
         if not any(s.lm_loss is not None and math.isfinite(s.lm_loss) for s in log.steps.values()):
             raise LogError(
-                f"{log.name} has {len(log.steps)} iteration lines and no finite `lm loss` in any of them: "
+                f"{log.label} has {len(log.steps)} iteration lines and no finite `lm loss` in any of them: "
                 "the loss was NaN from the first step on, or this is not the training of a language model."
             )
 
@@ -390,11 +441,11 @@ class _Parser:
         if log.last_record_cut or log.starts:
             quoted = self.last_error or _clean(self.last_line).strip()
             return (
-                f"{log.name} is truncated: the run ended before its first step; "
+                f"{log.label} is truncated: the run ended before its first step; "
                 f"its last words are: {quoted[:200]!r}."
             )
         return (
-            f"{log.name} is not a Megatron training log: none of its {log.lines} lines has the form "
+            f"{log.label} is not a Megatron training log: none of its {log.lines} lines has the form "
             "`iteration 1/ 100 | ... | lm loss: 8.3E+00 | ...`; give the output of the last rank, which "
             "prints it."
         )
@@ -420,5 +471,12 @@ def _read_fields(iteration: int, text: str) -> Step:
             match = re.search(rf"\b{re.escape(name)}:\s*([^\s|]+)\s*\|", text) if name != "loss" else None
             if match and attribute not in values and (number := _number(match[1])) is not None:
                 values[attribute] = number
+    seconds = values.pop("time_s", None)
+    if seconds is not None:
+        values.setdefault("time_ms", seconds * 1000)
     skipped, nan = int(values.pop("skipped", 0)), int(values.pop("nan", 0))
     return Step(iteration, skipped=skipped, nan=nan, **values)
+
+
+def _first(values: dict[str, str], names: tuple[str, ...]) -> float:
+    return next((float(values[name]) for name in names if name in values), 0.0)
