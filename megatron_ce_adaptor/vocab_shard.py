@@ -26,8 +26,9 @@ class VocabShard(NamedTuple):
             are then checked for it.
         sizes: columns of each rank's shard in rank order, where they are described; the gathered payloads are
             then checked for these.
-        misfit: None, or the columns that this rank was given in place of the described `columns`: it takes
-            part with as many as it should have, and all ranks learn of it in the gather and raise.
+        misfit: None, or the columns that this rank was given in place of the `columns` that were described,
+            or that the class weights have for it: it takes part with as many as it should have, and all
+            ranks learn of it in the gather and raise.
     """
 
     group: Any
@@ -70,6 +71,24 @@ class VocabShard(NamedTuple):
             return cls(None, 0, 1, 0, columns, columns, True)
         return cls(group, rank, world_size, rank * columns, columns, world_size * columns, True)
 
+    def with_class_weight(self, class_weight: Any) -> VocabShard:
+        """This shard; for class weights of another vocabulary, the equal shard of that one, as a misfit.
+
+        Shards taken to be equal tell each rank another vocabulary where they are not, so one rank alone may
+        find that the class weights do not fit. It must not raise before the gather, where the others would
+        wait for it.
+        """
+        if not self.equal or self.sizes or self.group is None or torch.compiler.is_compiling():
+            return self
+        total = class_weight.shape[0] if isinstance(class_weight, Tensor) and class_weight.dim() == 1 else 0
+        # no rank's columns times the world size are any other total: all ranks raise before the gather
+        if total in (0, self.total_columns) or total % self.world_size:
+            return self
+        columns = total // self.world_size
+        return self._replace(
+            first_column=self.rank * columns, columns=columns, total_columns=total, misfit=self.columns
+        )
+
     def gather(self, payload: Tensor, header: int) -> Tensor:
         """All ranks' payloads in rank order: the only collective of the operation.
 
@@ -82,9 +101,9 @@ class VocabShard(NamedTuple):
 
         Raises:
             ValueError: on every rank alike, if the sizes were taken to be equal and are not, or are not the
-                described ones. On CPU each call is checked; on a device the first call with a group (and
-                described sizes) is, which waits for the device; later ones of unequal sizes that were taken
-                to be equal are marked by NaN losses on all ranks.
+                described ones or those of the class weights. On CPU each call is checked; on a device the
+                first call with a group (and described sizes) is, which waits for the device; later ones of
+                unequal sizes that were taken to be equal are marked by NaN losses on all ranks.
         """
         if self.misfit is not None:
             payload[-header].fill_(self.misfit // 65536)
@@ -97,6 +116,11 @@ class VocabShard(NamedTuple):
             self.compare([int(high) * 65536 + int(low) for high, low in high_low])
         if self.misfit is not None:
             self.compare([self.misfit])
+            raise ValueError(
+                f"the class weight has shape ({self.total_columns},), expected "
+                f"({self.misfit * self.world_size},): one weight for each class of the whole vocabulary, on "
+                "every rank."
+            )
         return gathered
 
     def compare(self, found: list[int]) -> None:

@@ -133,8 +133,9 @@ class ChunkedLossWrapper:
         vocabulary = heads.Vocabulary(terms.tp_group, terms.global_vocab_size, self.reduce_hidden_gradient)
         problem = heads.local_problem(self._head, self._weight, hidden, labels, vocabulary)
         tokens = problem.labels.shape[0]
+        shard = problem.shard if terms.weight is None else problem.shard.with_class_weight(terms.weight)
         options = LinearLossOptions(
-            shard=problem.shard,
+            shard=shard,
             chunk_tokens=_chunk_tokens(tokens, self.num_chunks),
             ignore_index=terms.ignore_index,
             label_smoothing=terms.label_smoothing,

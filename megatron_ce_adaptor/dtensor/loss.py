@@ -185,6 +185,8 @@ def _plain_cross_entropy(
         )
     if global_vocab_size is None:
         shard = VocabShard.of_equal_shards(group, logits.shape[-1])
+        if weight is not None:
+            shard = shard.with_class_weight(weight)
     else:
         shard = chunked_shard(group, logits.shape[-1], global_vocab_size)
     if weight is not None:

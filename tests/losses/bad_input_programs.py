@@ -64,6 +64,9 @@ def bad_calls(rank: int) -> dict[str, str]:
             p.labels,
             True,
         ),
+        "uneven shards with class weights": lambda: chunked(
+            uneven, CrossEntropyLoss(tp_group=group, weight=torch.ones(10)), p.hidden, p.labels, True
+        ),
         "class weight": lambda: chunked(
             own, CrossEntropyLoss(tp_group=group, weight=torch.ones(4)), p.hidden, p.labels, True
         ),

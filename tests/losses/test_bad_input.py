@@ -132,6 +132,7 @@ def test_on_ranks_all_say_the_same_and_none_hangs(rank_pools):
         "uneven shards": "ValueError: the vocabulary shards have [5, 4] columns",
         "wrong vocabulary": "ValueError: the vocabulary shards have [5, 4] columns",
         "wrong vocabulary with class weights": "ValueError: the vocabulary shards have [5, 4] columns",
+        "uneven shards with class weights": "ValueError: the vocabulary shards have [5, 4] columns",
         "class weight": "ValueError: the class weight has shape (4,), expected (8,)",
         "labels": "ValueError: labels have shape (2, 4), expected (2, 3)",
         "label": "ValueError: target[5] is 8, expected a class in [0, 8)",
