@@ -23,6 +23,8 @@ _LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _settings = watch("MCE_IMPLEMENTATION", "TE_PARALLEL_CE_FORCE_TRITON", "MCE_CHECK_LABELS")
 # Logits and gradients are read and written in vectors of so many bytes.
 _VECTOR_BYTES = 16
+# Implementations made of PyTorch's operations, which see tensors that have no memory, too.
+_WITHOUT_ADDRESSES = ("reference", "vendor")
 
 
 class Plan:
@@ -100,7 +102,11 @@ def plan_of(
     """
     group = group if shard is None else shard.group
     try:
-        lead = logits.data_ptr() % _VECTOR_BYTES
+        try:
+            address = logits.data_ptr()
+        except RuntimeError:  # traced, or inside a transform of torch.func
+            address = 0
+        lead = address % _VECTOR_BYTES if address else None
         key = (
             logits.shape, logits.stride(), logits.dtype, logits.device,
             lead, min(logits.storage_offset(), _VECTOR_BYTES) if lead else 0,
@@ -111,18 +117,34 @@ def plan_of(
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, no numbers: `validate` says which
         validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
+        if not _are_numbers(label_smoothing, z_loss_weight):  # a NumPy array of one element has no hash
+            numbers = float(label_smoothing), float(z_loss_weight)
+            return plan_of(logits, target, ignore_index, *numbers, statistics, group, shard)
         raise
     if plan is not None and plan.is_of(group):
         return plan
     validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
+    if not _are_numbers(label_smoothing, z_loss_weight):  # a tensor's value may change, its hash does not
+        numbers = float(label_smoothing), float(z_loss_weight)
+        return plan_of(logits, target, ignore_index, *numbers, statistics, group, shard)
     if shard is None:
         shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
     plan = Plan(logits.device.type, group, terms, statistics, logits.is_contiguous())
+    if not address and logits.numel() and plan.name not in _WITHOUT_ADDRESSES:
+        raise RuntimeError(
+            f"inp is a {type(logits).__name__} without memory (fake, traced, or inside a transform of "
+            f"torch.func), and the kernels of {plan.name!r} need its address: call the loss outside, under "
+            "torch.compile, or set MCE_IMPLEMENTATION=reference."
+        )
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     _plans[key] = plan
     return plan
+
+
+def _are_numbers(*options: object) -> bool:
+    return all(isinstance(option, (int, float)) for option in options)
 
 
 def validate(

@@ -123,9 +123,9 @@ _STATISTICS_CALL, _MERGE_CALL, _FORWARD_CALL = 0, 2, 4
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """What the layout and the compiled kernel depend on in a gradient's tensor."""
+    """What the layout and the compiled kernel depend on in logits or gradient, their shape apart."""
     lead = x.data_ptr() % _VECTOR_BYTES
-    return x.shape, x.stride(), x.dtype, x.device, lead, min(x.storage_offset(), 8) if lead else 0
+    return x.stride(), x.dtype, lead, min(x.storage_offset(), 8) if lead else 0
 
 
 def _statistics_call(
@@ -290,7 +290,12 @@ def gradient(
     if logits.numel() == 0:
         return
     weighted = weights is not None
-    key = (weighted, grad_loss.dtype, grad_loss.stride(), None if out is logits else _place(out))
+    # Logits and labels too: hooks for saved tensors (offloading, ...) may bring them back with other strides
+    # and alignment than forward's, which is all that the memo stands for.
+    key = (
+        weighted, grad_loss.dtype, grad_loss.stride(), target.stride(), target.dtype,
+        _place(logits), None if out is logits else _place(out),
+    )  # fmt: skip
     memo = {} if memo is None else memo
     call = memo.get(key)
     if call is None:
