@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -22,8 +23,9 @@ def call_inside_hooks(module: nn.Module, hidden: Tensor, body: Callable[[Tensor]
     """What `body` returns as its second, called with the hidden states that the module's forward would get.
 
     The module's forward pre-hooks run, then `body`, then FSDP's forward hooks on the loss that `body` returns
-    as its first. Other forward hooks are left out: they expect logits, which do not exist (those of
-    `parallelize_module` only change the logits' layout).
+    as its first. Other forward hooks are left out: they expect logits, which do not exist. Those of
+    PyTorch's distribution (`parallelize_module`) only change the logits' layout; any others are warned of,
+    because they may have changed the logits.
 
     A module that FSDP2 manages keeps its gathered parameters until backward, so that they are gathered once.
     Its settings are back when this returns or raises; should `body` raise, FSDP's hooks run all the same, so
@@ -68,6 +70,13 @@ def _forward_is(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[N
 @contextlib.contextmanager
 def _only_fsdp_hooks(module: nn.Module) -> Iterator[None]:
     hooks = module._forward_hooks
+    left_out = [_name(hook) for hook in hooks.values() if not _is_pytorch_distributed(hook)]
+    if left_out:
+        warnings.warn(
+            f"the chunked loss does not run lm_head's forward hooks ({', '.join(left_out)}): there are no "
+            "logits to show them. What they do to the logits is not in the loss.",
+            stacklevel=2,
+        )
     module._forward_hooks = OrderedDict((key, hook) for key, hook in hooks.items() if _is_fsdp(hook))
     try:
         yield
@@ -82,6 +91,14 @@ def _is_fsdp(hook: Any) -> bool:
             return True
         hook = getattr(hook, "__wrapped__", None)
     return False
+
+
+def _is_pytorch_distributed(hook: Any) -> bool:
+    return _is_fsdp(hook) or str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

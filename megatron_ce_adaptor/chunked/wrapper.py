@@ -118,6 +118,7 @@ class ChunkedLossWrapper:
                 "tokens."
             )
         count = valid_token_count(global_valid_tokens, hidden)
+        heads.unwrapped(self._head)  # its forward may have been replaced since set_lm_head
 
         def inside(given: Tensor) -> tuple[Tensor, LossAndMetrics]:
             return self._compute(given, labels, count)

@@ -7,6 +7,7 @@ counted.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -260,7 +261,9 @@ def colwise_head(rank: int) -> list[tuple[Counts, Counts]]:
         own = p.hidden.chunk(world, 1)[rank] if sequence_parallel else p.hidden
         hidden = own.clone().requires_grad_()
         call = ChunkedLossWrapper(CrossEntropyLoss(), num_chunks=4).set_lm_head(layer)
-        loss, forward, backward = counted(remember(call, {}, hidden, p.labels, p.valid))
+        with warnings.catch_warnings():  # parallelize_module's forward hook is no reason to warn
+            warnings.simplefilter("error", UserWarning)
+            loss, forward, backward = counted(remember(call, {}, hidden, p.labels, p.valid))
         assert type(loss) is Tensor
         grad = expected.hidden.chunk(world, 1)[rank] if sequence_parallel else expected.hidden
         assert hidden.grad is not None

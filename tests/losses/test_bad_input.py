@@ -66,6 +66,11 @@ def test_a_replaced_forward_is_not_overlooked():
     head.forward = lambda x: nn.Linear.forward(head, x) * 2
     with pytest.raises(TypeError, match="may compute something else"):
         ChunkedLossWrapper(CrossEntropyLoss()).set_lm_head(head)
+    later = nn.Linear(4, 5)
+    call = ChunkedLossWrapper(CrossEntropyLoss()).set_lm_head(later)
+    later.forward = lambda x: nn.Linear.forward(later, x) * 2
+    with pytest.raises(TypeError, match="may compute something else"):
+        call(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
 
 
 def test_no_head_yet():

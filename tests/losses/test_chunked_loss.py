@@ -357,9 +357,10 @@ def test_bare_and_module_stays_as_it_was():
     layer.register_forward_hook(lambda m, args, out: seen.append(tuple(out.shape)))
     call = ChunkedLossWrapper(CrossEntropyLoss(bare=True), num_chunks=4)
     assert call.set_lm_head(layer) is call
-    loss = call(p.hidden, p.labels, p.valid)
+    with pytest.warns(UserWarning, match=r"does not run lm_head's forward hooks \(.*<lambda>\)"):
+        loss = call(p.hidden, p.labels, p.valid)
     assert isinstance(loss, torch.Tensor) and seen == ["before"]
-    with pytest.raises(ValueError, match="labels"):
+    with pytest.raises(ValueError, match="labels"), pytest.warns(UserWarning, match="forward hooks"):
         call(p.hidden, p.labels[:1], p.valid)
     layer(p.hidden)  # after the error, too
     assert seen[-1] == (2, 9, 11) and "forward" not in vars(layer)
