@@ -99,7 +99,10 @@ def _faster_than(
     key: str = "",
     cases: Callable[..., bool] | None = None,
 ) -> Shortfalls:
-    """Every named peer takes longer on every case; one without a number is a shortfall, not a win."""
+    """Every named peer takes longer on every case; one without a number is a shortfall, not a win. A case
+    that a peer is not for (skipped) is none of its own, but it must have another one.
+    """
+    never_compared = dict.fromkeys(peers, "")
     for case in part["cases"]:
         if cases is not None and not cases(case):
             continue
@@ -110,13 +113,17 @@ def _faster_than(
                 ratio = theirs[key] / mine[key] if key in theirs and key in mine else None
             else:
                 ratio = theirs.get("times_ours", {}).get(own)
-            if "skipped" in theirs:  # the peer is not for such logits
+            if "skipped" in theirs:
+                if peer in never_compared:
+                    never_compared[peer] = theirs["skipped"]
                 continue
+            never_compared.pop(peer, None)
             if ratio is None:
                 why = theirs.get("error") or _missing(part, peer)
                 yield f"{case['name']}: no comparison with {peer} ({why})"
             elif not ratio > 1.0:
                 yield f"{case['name']}: {peer} takes {ratio:.3f} times ours"
+    yield from (f"no case was compared with {peer}: {why}" for peer, why in never_compared.items() if why)
 
 
 def _missing(part: dict[str, Any], name: str) -> str:

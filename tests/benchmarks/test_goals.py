@@ -43,6 +43,17 @@ def _without_case(part: str, case: str) -> Callable[[Parts], None]:
     return change
 
 
+def _skipped(part: str, peer: str, *case_names: str) -> Callable[[Parts], None]:
+    """On these cases, or on all, the peer says that it is not for such logits."""
+
+    def change(parts: Parts) -> None:
+        for case in parts[part]["cases"]:
+            if not case_names or case["name"] in case_names:
+                case["results"][peer] = {"skipped": "not for such logits"}
+
+    return change
+
+
 def _without_peer(part: str, case: str, peer: str) -> Callable[[Parts], None]:
     def change(parts: Parts) -> None:
         found = next(c for c in parts[part]["cases"] if c["name"] == case)
@@ -67,6 +78,14 @@ CHANGES: list[tuple[str, Callable[[Parts], None], tuple[str, ...]]] = [
         "a peer's number is NaN",
         _ratio("cuda", "256x4096 fp32", "Unsloth", float("nan")),
         ("faster than every",),
+    ),
+    ("a peer skipped an odd case", _skipped("cuda", "Liger", "8192x32001 bf16"), ()),
+    ("a peer skipped all", _skipped("cpu", "Megatron native fused"), ("CPU: faster", "CPU: less extra")),
+    ("a peer skipped a factor", _skipped("cuda", TE20, "8192x50304 bf16"), ("large bf16",)),
+    (
+        "a peer skipped the host's case",
+        _skipped("cuda", "Unsloth", "256x4096 bf16"),
+        ("256x4096: host",),
     ),
     ("a peer failed", _without_peer("cuda", "2048x8192 bf16", "Liger"), ("faster than every peer",)),
     ("TE 2.20.2 factor", _ratio("cuda", "8192x50304 bf16", TE20, 1.39), ("large bf16",)),
