@@ -97,8 +97,10 @@ def _forward_tiles(rows: Rows) -> dict[int, Tile]:
 
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
-    """Programmatic dependent launch is there from Hopper on."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Programmatic dependent launch is there from Hopper and Triton 3.4 on."""
+    if device.type != "cuda" or INTERPRETED or torch.version.hip or not kernels.HAS_DEPENDENT_LAUNCH:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -15,7 +15,13 @@ Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statist
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # before Triton 3.4
+    gdc_launch_dependents = gdc_wait = None
+
+HAS_DEPENDENT_LAUNCH = gdc_wait is not None
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
