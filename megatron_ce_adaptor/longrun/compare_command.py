@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write metrics.json, report.html, report.png here (default: the run folder; nothing for two "
-        "logs)",
+        help="write metrics.json, report.html, report.png, acceptance.md and acceptance.zh-CN.md here "
+        "(default: the run folder; nothing for two logs)",
     )
     parser.add_argument(
         "--gates",
@@ -83,7 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limits in YAML (default: DIR/gates.yaml, else configs/gates.yaml)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="compare runs of different configurations all the same"
+        "--force",
+        action="store_true",
+        help="compare runs of different configurations or step counts, and truncated logs, all the same",
+    )
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write the curves as TensorBoard event files, into tensorboard_curves/ beside the report",
     )
     parser.add_argument(
         "--json", action="store_true", help="print verdict, gates and numbers as JSON, no table"
@@ -115,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
             noise_floor=inputs.noise_floor,
         )
         out = args.out or (args.paths[0] if len(args.paths) == 1 else None)
-        written = _write(out, metrics, inputs.environment) if out is not None else []
+        if args.tensorboard and out is None:
+            raise ComparisonError("--tensorboard writes beside the report; name a folder with --out.")
+        written = _write(out, metrics, inputs.environment, args.tensorboard) if out is not None else []
         if args.gates is not None and args.out is None and len(args.paths) == 1:
             # So that `compare DIR` gives this verdict again.
             write_atomically(args.paths[0] / run_folder.GATES, args.gates.read_bytes())
@@ -195,32 +204,40 @@ def _load(args: argparse.Namespace) -> tuple[Gates, _Inputs]:
     gates = load_gates(gates_file)
     native_source = args.native_from or paths[0]
     te_source = args.te_from or paths[-1]
-    native, native_facts = _run(native_source, "native")
-    te, te_facts = _run(te_source, "te")
+    native, native_facts = _run(native_source, "native", args.force)
+    te, te_facts = _run(te_source, "te", args.force)
     noise: TrainingLog | None = None
     if args.noise_floor is not None:
-        noise = parse_log(args.noise_floor)
+        noise = parse_log(args.noise_floor, allow_truncated=args.force)
     elif folder is not None and run_folder.has_log(folder, "noise_floor"):
-        noise, _ = _run(folder, "noise_floor")
+        noise, _ = _run(folder, "noise_floor", args.force)
     environment = run_folder.load_environment(folder) if folder is not None else None
     return gates, _Inputs(native, te, native_facts, te_facts, noise, environment, gates_source)
 
 
-def _run(source: Path, name: str) -> tuple[TrainingLog, RunFacts]:
+def _run(source: Path, name: str, force: bool) -> tuple[TrainingLog, RunFacts]:
     if not source.is_dir():
-        log = parse_log(source)
+        log = parse_log(source, allow_truncated=force)
         return log, RunFacts.from_log(log)
     # A noise floor may be put beside two runs by hand; the two runs themselves need their status.
     given = name != "noise_floor" or (source / f"{name}.status.json").is_file()
     status = run_folder.load_status(source, name) if given else None
-    log = parse_log(run_folder.log_path(source, name))
+    log = parse_log(run_folder.log_path(source, name), allow_truncated=force)
     return log, run_folder.facts_of(log, status)
 
 
-def _write(out: Path, metrics: dict[str, Any], environment: dict[str, Any] | None) -> list[Path]:
+def _write(
+    out: Path, metrics: dict[str, Any], environment: dict[str, Any] | None, tensorboard: bool
+) -> list[Path]:
     """The reports first: where metrics.json is, everything is."""
     out.mkdir(parents=True, exist_ok=True)
     (out / run_folder.METRICS).unlink(missing_ok=True)
+    for stale in (out / run_folder.TENSORBOARD).glob("*/events.out.tfevents.0000000000.*"):
+        stale.unlink()
     written = write_report(out, metrics, environment)
+    if tensorboard:
+        from .tensorboard_events import write_events
+
+        written += write_events(out / run_folder.TENSORBOARD, metrics)
     write_metrics(out / run_folder.METRICS, metrics)
     return [*written, out / run_folder.METRICS]

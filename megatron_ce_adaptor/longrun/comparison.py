@@ -7,10 +7,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .formatting import percent_text
+from .comparable import (
+    ComparisonError,
+    check_noise_floor,
+    configuration_differences,
+    listed_differences,
+    refuse_same_run,
+    refuse_te_baseline,
+)
+from .formatting import implementation_text, percent_text
 from .gates import FAIL, NOT_ENFORCED, PASS, Gates, Outcome
 from .megatron_log import Step, TrainingLog
-from .run_arguments import Difference, argument_differences
+from .run_arguments import Difference
 
 EARLY_STEPS = (
     10  # before rounding differences have had time to grow, te and native agree to printing precision
@@ -18,18 +26,18 @@ EARLY_STEPS = (
 _SMALL_LOSS = 0.5
 
 
-class ComparisonError(Exception):
-    """Two runs that cannot be compared; the message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class RunFacts:
-    """What a comparison needs beyond the lines of a log; None where neither log nor status file tells."""
+    """What a comparison needs beyond the lines of a log; None where neither log nor status file tells.
+
+    `from_launcher`: this package's launcher recorded how the run ended, so its log must have our exit lines.
+    """
 
     last_stage_ranks: list[int] | None = None
     micro_batches_per_step: int | None = None
     sequence_length: int | None = None
     global_batch_size: int | None = None
+    from_launcher: bool = False
 
     @classmethod
     def from_log(cls, log: TrainingLog) -> RunFacts:
@@ -96,6 +104,7 @@ class Comparison:
     noise_grad_norm: RelativeError | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    te_shown: bool = True  # some line of te's log tells which cross entropy ran
 
     @property
     def passed(self) -> bool:
@@ -112,7 +121,8 @@ class Comparison:
         failed = [o for o in self.outcomes if o.status == FAIL]
         if failed:
             return f"FAIL: {'; '.join(o.name for o in failed)} not met; {core}."
-        return f"PASS: {core}; every enforced gate is met."
+        unproven = "" if self.te_shown else ", but nothing in te's log shows that te ran"
+        return f"PASS: {core}; every enforced gate is met{unproven}."
 
 
 def compare(
@@ -128,16 +138,25 @@ def compare(
     """Compare two complete logs.
 
     `noise_floor` is a third log: native once more with a perturbation of one ulp. Raises ComparisonError for
-    swapped logs, for a baseline that ran te itself, and for different configurations unless `force`.
+    swapped logs, for one run given twice, for a baseline that ran te itself, for logs without a common step,
+    and for different configurations unless `force`.
     """
-    _refuse_te_baseline(native, te)
-    differences = _differences(native, te)
+    refuse_same_run(native, te)
+    refuse_te_baseline(native, te)
+    differences = configuration_differences(native, te)
     if differences and not force:
-        shown = "; ".join(map(str, differences[:5])) + ("; ..." if len(differences) > 5 else "")
         raise ComparisonError(
-            f"The runs have different configurations ({len(differences)}): {shown}. "
+            f"The runs have different configurations ({len(differences)}): "
+            f"{listed_differences(differences)}. "
             "Run both with the same arguments, or compare all the same with --force."
         )
+    if not native.steps.keys() & te.steps.keys():
+        raise ComparisonError(
+            f"{native.label} (steps {min(native.steps)} to {max(native.steps)}) and {te.label} (steps "
+            f"{min(te.steps)} to {max(te.steps)}) have no step in common; give two logs of the same steps."
+        )
+    if noise_floor is not None:
+        check_noise_floor(noise_floor, native, te, force=force)
     native_facts = native_facts or RunFacts.from_log(native)
     te_facts = te_facts or RunFacts.from_log(te)
     native_speed = _speed(native, native_facts, gates.warm_up_steps)
@@ -164,7 +183,7 @@ def compare(
     result.outcomes = [
         *_parity_outcomes(result, gates),
         *_completeness_outcomes(native, te, gates),
-        *_call_outcomes(te, te_facts, gates),
+        *_call_outcomes(te, te_facts, gates, ours=te_facts.from_launcher or bool(native.calls or te.calls)),
         *_cost_outcomes(result, gates),
     ]
     if differences:
@@ -179,7 +198,8 @@ def compare(
                 f"Forced; they differ in {names}.",
             )
         )
-    result.notes = _notes(native, te)
+    result.te_shown = bool(te.calls)
+    result.notes = _notes(native, te, noise_floor)
     return result
 
 
@@ -203,47 +223,6 @@ def relative_error(native: TrainingLog, other: TrainingLog, attribute: str) -> R
         steps.append(iteration)
         percent.append(abs(b - a) / abs(a) * 100 if a else math.inf)
     return RelativeError(steps, percent, one_sided)
-
-
-def _refuse_te_baseline(native: TrainingLog, te: TrainingLog) -> None:
-    """te against te passes every gate, so whatever shows that the baseline ran te is refused.
-
-    te's own dump may well show native: the patch of validate_args hides te while that prints.
-    """
-    impl = [log.arguments.get("cross_entropy_fusion_impl") for log in (native, te)]
-    if impl == ["te", "native"]:
-        raise ComparisonError(
-            f"The logs look swapped: {native.name} was run with te and {te.name} with native; give "
-            "native's log first."
-        )
-    if impl[0] == "te" and native.arguments.get("cross_entropy_loss_fusion") != "False":
-        raise ComparisonError(
-            f"{native.name} is no baseline: its arguments say cross_entropy_fusion_impl te; run it with "
-            "--cross-entropy-fusion-impl native."
-        )
-    callers = [rank for rank, calls in sorted(native.calls.items()) if calls.te]
-    if callers:
-        raise ComparisonError(
-            f"{native.name} is no baseline: rank {_listed(callers)[2:]} called te; give native's log first, "
-            "run with --cross-entropy-fusion-impl native."
-        )
-
-
-def _differences(native: TrainingLog, te: TrainingLog) -> list[Difference]:
-    if native.arguments and te.arguments:
-        found = argument_differences(native.arguments, te.arguments)
-    else:
-        found = []
-    if native.announced_steps != te.announced_steps and not any(d.name == "train_iters" for d in found):
-        found.append(Difference("train_iters", str(native.announced_steps), str(te.announced_steps)))
-    # Also where no arguments were dumped, each line tells its learning rate and batch size.
-    for attribute in ("learning_rate", "global_batch_size"):
-        for iteration, step in native.steps.items():
-            a, b = getattr(step, attribute), getattr(te.steps.get(iteration), attribute, None)
-            if a is not None and b is not None and not math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-12):
-                found.append(Difference(f"{attribute} of step {iteration}", str(a), str(b)))
-                break
-    return found
 
 
 def _speed(log: TrainingLog, facts: RunFacts, warm_up: int) -> Speed:
@@ -374,7 +353,8 @@ def _listed(steps: list[int]) -> str:
     return ": " + ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "") if steps else ""
 
 
-def _call_outcomes(te: TrainingLog, facts: RunFacts, gates: Gates) -> list[Outcome]:
+def _call_outcomes(te: TrainingLog, facts: RunFacts, gates: Gates, *, ours: bool) -> list[Outcome]:
+    """`ours`: the logs are of this package. Another stack's tell no calls, which is said, not judged."""
     ranks = facts.last_stage_ranks
     if ranks is None:
         ranks = sorted(rank for rank, calls in te.calls.items() if calls.te or calls.native)
@@ -387,20 +367,32 @@ def _call_outcomes(te: TrainingLog, facts: RunFacts, gates: Gates) -> list[Outco
     # On any rank: a first stage that called native was not told of te, whatever the last stage did.
     native_callers = [rank for rank, calls in sorted(te.calls.items()) if calls.native]
     native_calls = sum(te.calls[rank].native for rank in native_callers)
-    kernels = ", ".join(sorted({c.implementation for c in te.calls.values() if c.te})) or "none"
-    if not te.calls:
-        sentence = "te's log has no `cross entropy: te N calls` line, so nothing shows that te ran."
+    kernels = sorted({implementation_text(c.implementation) for c in te.calls.values() if c.te})
+    enforced = gates.require_te_calls and ours
+    if not ours:
+        sentence = (
+            "Neither log has this package's `cross entropy: te N calls` lines, so nothing shows that te ran; "
+            "see to it otherwise."
+        )
+    elif not te.calls:
+        sentence = (
+            "te's log has no `cross entropy: te N calls` line, so nothing shows that te ran; if another "
+            "stack wrote it, `require_te_calls: false` in a file given with --gates compares without it."
+        )
     else:
         silent = [r for r, c in zip(ranks, counts, strict=True) if c < wanted]
         at = f"; too few at rank {_listed(silent)[2:]}" if silent else ""
-        sentence = f"Fewest te calls of the {len(ranks)} last-stage ranks (implementation {kernels}){at}."
+        sentence = (
+            f"Fewest te calls of the {len(ranks)} last-stage ranks ({', '.join(kernels) or 'none'}){at}."
+        )
     enough = bool(ranks) and least >= max(wanted, 1)
-    status = (PASS if enough else FAIL) if gates.require_te_calls else NOT_ENFORCED
+    status = (PASS if enough else FAIL) if enforced else NOT_ENFORCED
+    shown = least if te.calls else None
     none_native = PASS if native_calls == 0 else FAIL
     return [
-        Outcome("te called", least, max(wanted, 1), "calls or more", status, sentence),
-        Outcome("native calls in the te run", native_calls, 0, "calls",
-                none_native if gates.require_te_calls else NOT_ENFORCED,
+        Outcome("te called", shown, max(wanted, 1), "calls or more", status, sentence),
+        Outcome("native calls in the te run", native_calls if te.calls else None, 0, "calls",
+                none_native if enforced else NOT_ENFORCED,
                 "Calls of native's cross entropy while te was asked for, by rank"
                 f"{_listed(native_callers) or ': none'}."),
     ]  # fmt: skip
@@ -433,23 +425,10 @@ def _cost_outcomes(result: Comparison, gates: Gates) -> list[Outcome]:
     ]  # fmt: skip
 
 
-def _notes(native: TrainingLog, te: TrainingLog) -> list[str]:
+def _notes(native: TrainingLog, te: TrainingLog, floor: TrainingLog | None) -> list[str]:
     notes = []
-    for label, log in (("native", native), ("te", te)):
-        if log.replaced:
-            notes.append(
-                f"{label} was restarted: steps {log.replaced[0]} to {log.replaced[-1]} were printed more "
-                "than once, "
-                f"the later lines count ({len(log.replaced)} steps)."
-            )
-        if not log.arguments:
-            notes.append(
-                f"{label}'s log has no argument dump, so its configuration was checked only by its lines."
-            )
-        if log.mindspeed_active:
-            notes.append(f"{label} ran with MindSpeed active, which replaces part of native's cross entropy.")
-        if log.log_interval > 1:
-            notes.append(f"{label}'s lines are means over {log.log_interval} steps (--log-interval).")
+    for label, log in (("native", native), ("te", te), *([("the noise floor", floor)] if floor else [])):
+        notes += _notes_of(label, log)
     losses = [s.lm_loss for s in native.steps.values() if s.lm_loss is not None and math.isfinite(s.lm_loss)]
     if losses and min(losses) < _SMALL_LOSS:
         notes.append(
@@ -460,4 +439,32 @@ def _notes(native: TrainingLog, te: TrainingLog) -> list[str]:
         fused = [log.arguments.get("cross_entropy_loss_fusion") for log in (native, te)]
         if fused[0] != fused[1]:
             notes.append(f"cross_entropy_loss_fusion is {fused[0]} in native and {fused[1]} in te.")
+    if floor is not None and (unusable := sorted({*floor.missing_steps, *floor.damaged, *floor.nan_steps})):
+        notes.append(
+            f"the noise floor is without {len(unusable)} steps (missing, damaged or NaN{_listed(unusable)})."
+        )
+    return notes
+
+
+def _notes_of(label: str, log: TrainingLog) -> list[str]:
+    notes = []
+    if log.truncated:
+        notes.append(f"{label}'s log is truncated and was compared all the same: {log.truncated}.")
+    if log.replaced:
+        notes.append(
+            f"{label} was restarted: steps {log.replaced[0]} to {log.replaced[-1]} were printed more "
+            f"than once, the later lines count ({len(log.replaced)} steps)."
+        )
+    if log.repeated:
+        notes.append(
+            f"{label}'s log has {log.repeated} lines twice, printed by more than one rank; each counts once."
+        )
+    if not log.arguments:
+        notes.append(
+            f"{label}'s log has no argument dump, so its configuration was checked only by its lines."
+        )
+    if log.mindspeed_active:
+        notes.append(f"{label} ran with MindSpeed active, which replaces part of native's cross entropy.")
+    if log.log_interval > 1:
+        notes.append(f"{label}'s lines are means over {log.log_interval} steps (--log-interval).")
     return notes

@@ -5,6 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+_IMPLEMENTATIONS = {
+    "reference": "PyTorch reference",
+    "cuda": "Triton kernels for CUDA",
+    "cuda (interpreter)": "Triton kernels for CUDA in the interpreter",
+    "ascend": "Triton kernels for Ascend",
+    "ascend (interpreter)": "Triton kernels for Ascend in the interpreter",
+    "vendor": "the vendor's F.cross_entropy",
+}
+
 
 def number(value: Any, digits: int = 4) -> str:
     """`digits` significant digits, thousands separated, no exponent down to 1e-7; `n/a` for None and NaN."""
@@ -29,3 +38,8 @@ def percent_text(value: float | None, digits: int = 4) -> str:
     """`0.1828 %`; `n/a` for None."""
     text = number(value, digits)
     return text if text == "n/a" else f"{text} %"
+
+
+def implementation_text(name: str) -> str:
+    """What the name in a rank's exit line means: `cuda` alone reads as a device. Unknown names stay."""
+    return _IMPLEMENTATIONS.get(name, name)

@@ -128,6 +128,8 @@ def _page(folder: Path, metrics: dict[str, Any], facts: dict[str, Any]) -> str:
         f"| {ENVIRONMENT} | the same, to read / 环境信息（可读） |",
     ]
     optional = {
+        "acceptance.md": "the task's lines, answered one by one / 任务逐项回答（英文）",
+        "acceptance.zh-CN.md": "the same in Chinese / 任务逐项回答（中文）",
         "report.png": "the curves as a picture / 曲线图",
         "gates.yaml": "limits that differ from the defaults / 本次门禁",
         f"{SCRIPTS}/": "the scripts and the configuration / 测试脚本与配置",

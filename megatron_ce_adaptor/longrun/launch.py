@@ -44,7 +44,7 @@ FORKED_TORCHRUN = "megatron_ce_adaptor.megatron.forked_torchrun"
 # torchrun gives the other ranks 30 s to follow a failed one, then kills them; after that it is our turn.
 RANK_LOSS_SECONDS = 40.0
 STOP_GRACE_SECONDS = 10.0
-VERDICT_FILES = ("metrics.json", "report.html", "report.png")
+VERDICT_FILES = ("metrics.json", "report.html", "report.png", "acceptance.md", "acceptance.zh-CN.md")
 GATES_FILE = "gates.yaml"  # the limits of that verdict, where they were not the defaults
 RESERVED_BYTES = 2**18
 LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record

@@ -2,9 +2,9 @@
 
 Understood: the iteration lines of Megatron-LM / Megatron-Core 0.12 to 0.19, MindSpeed-LLM (the same lines,
 with a few more fields), Megatron-Bridge (memory in GB), Megatron-DeepSpeed (seconds a step) and forks that
-print `value/mean` pairs; the memory lines; the argument dump; and the line in which every rank of ours says at
-exit which cross entropy it called. Text of other ranks in between, `[default0]:` prefixes, colour codes, broken
-records, lines that several ranks print, restarts in the same file, gzip and UTF-16 are all expected.
+print `value/mean` pairs; the memory lines; the argument dump; and the line in which every rank of ours says
+at exit which cross entropy it called. Text of other ranks in between, `[default0]:` prefixes, colour codes,
+broken records, lines that several ranks print, restarts in the same file, gzip and UTF-16 are all expected.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class TrainingLog:
 
     `steps` is keyed by iteration, in ascending order. `replaced` are iterations that were printed again after
     a restart (the later line counts); `damaged` are iterations whose line could not be read whole; `repeated`
-    counts lines that another rank of the same attempt printed too. `loaded_iteration` is the checkpoint before
-    the first of `steps`, `exit_iteration` where the latest attempt was told to stop. `truncated` says how a
-    log that ends early ends, where such a log was allowed.
+    counts lines that another rank of the same attempt printed too. `loaded_iteration` is the checkpoint
+    before the first of `steps`, `exit_iteration` where the latest attempt was told to stop. `truncated` says
+    how a log that ends early ends, where such a log was allowed.
     """
 
     name: str  # of the file alone: it goes into results that are shared
@@ -240,7 +240,10 @@ def _opened(path: Path) -> Iterator[_Lines]:
         if magic == b"\x1f\x8b":
             with gzip.open(handle) as unpacked:
                 yield unpacked
-        elif magic in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # what PowerShell's `>` and Tee-Object write
+        elif magic in (
+            codecs.BOM_UTF16_LE,
+            codecs.BOM_UTF16_BE,
+        ):  # what PowerShell's `>` and Tee-Object write
             yield codecs.EncodedFile(handle, "utf-8", "utf-16", "replace")
         else:
             yield handle
@@ -405,7 +408,7 @@ class _Parser:
             self.log.damaged.append(step.iteration)
 
     def _printed_already(self, step: Step) -> bool:
-        """Whether another rank of this attempt printed the same line; a restart prints the arguments first."""
+        """Whether another rank of this attempt printed the line; a restart prints the arguments first."""
         earlier = self.log.steps.get(step.iteration)
         if earlier is None or self.starts_at[step.iteration] != self.log.starts:
             return False
@@ -455,7 +458,8 @@ def _clean(raw: bytes) -> str:
     text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
     if "\x1b" in text:
         text = _ANSI.sub("", text)
-    return _LAUNCHER_PREFIX.sub("", text)
+    prefix = _LAUNCHER_PREFIX.match(text)  # not sub(): it would look at every position
+    return text[prefix.end() :] if prefix else text
 
 
 def _read_fields(iteration: int, text: str) -> Step:

@@ -113,6 +113,8 @@ def run_to_metrics(log: TrainingLog, facts: RunFacts) -> dict[str, Any]:
         "missing steps": log.missing_steps,
         "damaged steps": log.damaged,
         "replaced steps": log.replaced,
+        "repeated lines": log.repeated,
+        "truncated": log.truncated,
         "announced steps": log.announced_steps,
         "exit iteration": log.exit_iteration,
         "loaded iteration": log.loaded_iteration,
@@ -140,6 +142,8 @@ def run_from_metrics(run: dict[str, Any]) -> tuple[TrainingLog, RunFacts]:
         starts=run["starts"],
         loaded_iteration=run["loaded iteration"],
         exit_iteration=run["exit iteration"],
+        repeated=run.get("repeated lines", 0),  # an earlier version wrote neither
+        truncated=run.get("truncated", ""),
     )
     for index, iteration in enumerate(run["iteration"]):
         log.steps[iteration] = Step(iteration, **{a: run[key][index] for key, a in _COLUMNS.items()})

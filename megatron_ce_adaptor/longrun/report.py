@@ -1,8 +1,7 @@
-"""report.html (one file, no network, no script) and report.png, made from metrics.json and env.json."""
+"""report.html (one file, no network, no script), report.png and the acceptance pages, from metrics.json."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -10,21 +9,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from . import svg_charts
+from .acceptance import render_acceptance
 from .files import write_atomically
-from .formatting import number, percent_text
+from .formatting import implementation_text, number, percent_text
 from .gates import FAIL, PASS
-from .svg_charts import Line, Mark
+from .report_charts import RUNS, after_warm_up, figures
+from .run_arguments import SHOWN_ARGUMENTS
+from .run_folder import ACCEPTANCE, HTML, PNG
 
-_SHOWN_ARGUMENTS = (
-    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "context_parallel_size", "data_parallel_size", "sequence_parallel",
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "moe_router_topk",
-    "padded_vocab_size", "seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr",
-    "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad", "seed", "bf16", "fp16",
-    "transformer_impl", "use_distributed_optimizer", "distributed_backend", "data_path",
-    "tokenizer_type", "tokenizer_model", "cross_entropy_loss_fusion",
-)  # fmt: skip
+_SHARES = (5, 95, 99)  # percentiles of the step time beside the median
 
 
 class ReportError(Exception):
@@ -34,32 +27,38 @@ class ReportError(Exception):
 def write_report(
     folder: str | Path, metrics: dict[str, Any], environment: dict[str, Any] | None = None
 ) -> list[Path]:
-    """Write report.html and, if matplotlib is installed, report.png into `folder`; returns what was written.
+    """Write report.html, the acceptance pages and, if matplotlib is installed, report.png into `folder`.
+
+    Returns what was written.
 
     Raises ReportError if `metrics` is not what `build_metrics` makes, OSError if `folder` cannot be written.
     """
     folder = Path(folder)
     try:
-        html = render_html(metrics, environment)
+        pages = {HTML: render_html(metrics, environment)}
+        for language, name in ACCEPTANCE.items():
+            pages[name] = render_acceptance(metrics, environment, language)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ReportError(
             f"metrics.json lacks what the report needs ({type(error).__name__}: {error}); run `megatron-ce "
             "compare` again."
         ) from error
-    write_atomically(folder / "report.html", html)
-    written = [folder / "report.html"]
+    written = []
+    for name, text in pages.items():
+        write_atomically(folder / name, text)
+        written.append(folder / name)
     try:
         from .report_png import render_png
     except ModuleNotFoundError as error:
-        (folder / "report.png").unlink(missing_ok=True)  # an older one would tell another story
+        (folder / PNG).unlink(missing_ok=True)  # an older one would tell another story
         print(
             f"report.png is not written: {error.name} is not installed (pip install "
             "'megatron-ce-adaptor[longrun]').",
             file=sys.stderr,
         )
         return written
-    write_atomically(folder / "report.png", render_png(metrics))
-    return [*written, folder / "report.png"]
+    write_atomically(folder / PNG, render_png(metrics))
+    return [*written, folder / PNG]
 
 
 def render_html(metrics: dict[str, Any], environment: dict[str, Any] | None) -> str:
@@ -73,7 +72,7 @@ def render_html(metrics: dict[str, Any], environment: dict[str, Any] | None) -> 
         f'<section class="card verdict{failed}"><p class="word">{word}</p>'
         f"<p>{escape(sentence[:1].upper() + sentence[1:])}</p>{_tiles(metrics)}</section>",
         _gate_table(metrics["gates"]),
-        f'<div class="charts">{"".join(_charts(metrics))}</div>',
+        f'<div class="charts">{"".join(figures(metrics))}</div>',
         _run_table(metrics),
         _notes(metrics["comparison"]),
         _configuration(metrics),
@@ -89,33 +88,13 @@ def render_html(metrics: dict[str, Any], environment: dict[str, Any] | None) -> 
     )
 
 
-def running_median(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Median of the `window` values around each; None where there is none."""
-    half = window // 2
-    result: list[float | None] = []
-    for index in range(len(values)):
-        near = [v for v in values[max(0, index - half) : index + half + 1] if v is not None]
-        result.append(statistics.median(near) if near else None)
-    return result
-
-
-def after_warm_up(metrics: dict[str, Any], run: str) -> list[float]:
-    """The run's step times that count, in ms."""
-    times = metrics[run]["time info"][metrics["limits"]["warm_up_steps"] :]
-    return [t for t in times if t is not None and t > 0]
-
-
-def wants_log_axis(values: Sequence[float | None]) -> bool:
-    """Whether a linear axis would press most of these values to its foot."""
-    positive = sorted(v for v in values if v is not None and math.isfinite(v) and v > 0)
-    return bool(positive) and positive[-1] > 20 * positive[len(positive) // 2]
-
-
 def _tiles(metrics: dict[str, Any]) -> str:
     numbers = metrics["comparison"]
     loss, norm, time, memory = (numbers[k] for k in ("lm loss", "grad norm", "time info", "memo info"))
     te_calls = [c["te"] for c in metrics["te"]["cross entropy calls"] if c["te"]]
-    kernels = sorted({c["implementation"] for c in metrics["te"]["cross entropy calls"] if c["te"]})
+    kernels = sorted(
+        {implementation_text(c["implementation"]) for c in metrics["te"]["cross entropy calls"] if c["te"]}
+    )
     tiles = [
         (
             "loss MAPE",
@@ -126,8 +105,16 @@ def _tiles(metrics: dict[str, Any]) -> str:
         ("grad norm MAPE", _percent(norm["mape percent"]), f"worst {_percent(norm['worst percent'])}"),
         ("step time, te / native", _times(time["ratio"]), f"{number(time['te']['median ms'])} ms with te"),
         ("memory, te / native", _times(memory["worst ratio"]), _memory_text(memory)),
-        ("te calls a rank", number(min(te_calls)) if te_calls else "0", ", ".join(kernels) or "none"),
+        (
+            "te calls a rank",
+            number(min(te_calls)) if te_calls else "0" if metrics["te"]["cross entropy calls"] else "n/a",
+            ", ".join(kernels) or "not shown by the log",
+        ),
     ]
+    floor = numbers["noise floor lm loss"]
+    if floor:
+        percent = _percent(floor["mape percent"])
+        tiles.insert(2, ("noise floor, loss MAPE", percent, "native against native, one ulp"))
     cells = "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b>'
         f"<span>{escape(extra)}</span></div>"
@@ -167,77 +154,8 @@ def _gate_table(gates: list[dict[str, Any]]) -> str:
     )
 
 
-def _charts(metrics: dict[str, Any]) -> list[str]:
-    native, te, numbers = metrics["native"], metrics["te"], metrics["comparison"]
-    both = [("native", "native"), ("te", "te")]
-    floor = numbers.get("noise floor lm loss")
-
-    def overlay(key: str, label: str) -> str:
-        # native wide and pale beneath te's thin line: two curves that agree both stay visible
-        lines = [Line(native["iteration"], native[key], "native wide"), Line(te["iteration"], te[key], "te")]
-        return svg_charts.line_chart(lines, "step", label, log=wants_log_axis([*native[key], *te[key]]))
-
-    error = numbers["lm loss"]
-    window = max(5, len(error["steps"]) // 40)
-    lines = [Line(error["steps"], error["percent"], "te thin")]
-    legend = [("te", f"te, running median of {window} steps; pale: each step")]
-    if floor:
-        lines.append(Line(floor["steps"], running_median(floor["percent"], window), "floor"))
-        legend.append(("floor", "noise floor: native against native perturbed by one ulp"))
-    lines.append(Line(error["steps"], running_median(error["percent"], window), "te"))
-    limit = metrics["limits"]["loss_mape_percent"]
-    marks = [Mark(limit, f"limit of the mean: {number(limit)} %", "limit")] if limit else []
-    if error["mape percent"]:
-        marks.append(Mark(error["mape percent"], "", "te"))
-        legend[0] = ("te", f"{legend[0][1]}; dashed: mean {_percent(error['mape percent'])}")
-    times = [after_warm_up(metrics, run) for run in ("native", "te")]
-    medians = [
-        Mark(statistics.median(t), "", run, vertical=True)
-        for t, run in zip(times, ("native", "te"), strict=True)
-        if t
-    ]
-    warm_up = metrics["limits"]["warm_up_steps"]
-    error_chart = svg_charts.line_chart(lines, "step", "percent", log=True, marks=marks)
-    time_chart = svg_charts.histogram([(times[0], "native"), (times[1], "te")], "ms a step", medians)
-    norm_mape = _percent(numbers["grad norm"]["mape percent"])
-    return [
-        _figure(
-            "Loss",
-            both,
-            overlay("lm loss", "lm loss"),
-            "Both runs, every step: native pale and wide, te thin upon it.",
-        ),
-        _figure(
-            "Relative error of the loss",
-            legend,
-            error_chart,
-            "|te − native| / |native| at each step, logarithmic; 0 lies at the foot.",
-        ),
-        _figure(
-            "Gradient norm",
-            both,
-            overlay("grad norm", "grad norm"),
-            f"Mean relative error {norm_mape}; a wrong gradient shows here before it shows in the loss.",
-        ),
-        _figure(
-            "Step time",
-            both,
-            time_chart,
-            f"Without the first {warm_up} steps and 1 % of outliers; dashed: medians.",
-        ),
-    ]
-
-
 def _section(title: str, body: str, *, long: bool = False) -> str:
     return f'<section class="card{" long" if long else ""}"><h2>{escape(title)}</h2>{body}</section>'
-
-
-def _figure(title: str, legend: Sequence[tuple[str, str]], chart: str, caption: str) -> str:
-    entries = "".join(f'<span><i class="{escape(style)}"></i>{escape(text)}</span>' for style, text in legend)
-    return (
-        f'<figure class="card"><h2>{escape(title)}</h2><div class="legend">{entries}</div>{chart}'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
 
 
 def _table(
@@ -267,12 +185,22 @@ def _run_table(metrics: dict[str, Any]) -> str:
     row("last loss", [number(_edge(r["lm loss"], -1), 6) for r in runs])
     row("median step, ms", [number(s["median ms"]) for s in speeds])
     row("mean step, ms", [number(s["mean ms"]) for s in speeds])
+    spread = [_percentiles(after_warm_up(metrics, run)) for run in RUNS]
+    for index, share in enumerate(_SHARES):
+        row(f"{share} % of steps within, ms", [number(values[index]) for values in spread])
     row("tokens per second", [number(_whole(s["tokens/s"])) for s in speeds])
     row("peak memory, MB", [number(numbers["memo info"][f"{n} peak MB"]) for n in ("native", "te")])
     for kind in ("te", "native"):
         calls = [[c[kind] for c in r["cross entropy calls"] if c["te"] or c["native"]] for r in runs]
         row(f"{kind} calls a rank", [_range(c) for c in calls])
     return _section("The runs", _table(rows, ("", "native", "te"), numbers=(1, 2)))
+
+
+def _percentiles(times: Sequence[float]) -> list[float | None]:
+    if len(times) < 2:
+        return [None] * len(_SHARES)
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return [cuts[share - 1] for share in _SHARES]
 
 
 def _edge(values: Sequence[float | None], index: int) -> float | None:
@@ -307,7 +235,7 @@ def _configuration(metrics: dict[str, Any]) -> str:
     arguments = metrics["te"]["arguments"]
     rows = [
         f"<tr><td>{_breakable(name)}</td><td>{escape(str(arguments[name]))}</td></tr>"
-        for name in _SHOWN_ARGUMENTS
+        for name in SHOWN_ARGUMENTS
         if arguments.get(name) not in (None, "None", "")
     ]
     if not rows:

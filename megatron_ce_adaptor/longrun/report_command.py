@@ -1,4 +1,4 @@
-"""`megatron-ce report`: make report.html and report.png again from metrics.json and env.json."""
+"""`megatron-ce report`: make the report and the acceptance pages again from metrics.json and env.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ exit status: 0 written, 2 metrics.json is missing or cannot be used
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-ce report`."""
-    parser.description = "Make report.html and report.png of a compared run folder again."
+    parser.description = "Make the report and the acceptance pages of a compared run folder again."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with metrics.json (and env.json)")

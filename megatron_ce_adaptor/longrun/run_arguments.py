@@ -17,6 +17,16 @@ _FREE = frozenset(
     rank local_rank master_addr master_port iteration ckpt_step timestamp comment straggler_ctrlr_port
     """.split()  # noqa: SIM905 - a list of thirty quoted names reads worse
 )
+# What a reader of a report wants to see of a configuration.
+SHOWN_ARGUMENTS = (
+    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "context_parallel_size", "data_parallel_size", "sequence_parallel",
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "moe_router_topk",
+    "padded_vocab_size", "seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr",
+    "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad", "seed", "bf16", "fp16",
+    "transformer_impl", "use_distributed_optimizer", "distributed_backend", "data_path",
+    "tokenizer_type", "tokenizer_model", "cross_entropy_loss_fusion",
+)  # fmt: skip
 _PATH = re.compile(r"(?:~|\.{0,2}|[\w.\-]+)/(?:[\w.\-]+/)*([\w.\-]*)")
 _OBJECT_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -30,8 +40,12 @@ class Difference:
     te: str | None
 
     def __str__(self) -> str:
+        return self.against("te")
+
+    def against(self, other: str) -> str:
+        """The difference in words; `other` names the run that is compared with native."""
         shown = ["absent" if v is None else repr(v[:60]) for v in (self.native, self.te)]
-        return f"{self.name} ({shown[0]} in native, {shown[1]} in te)"
+        return f"{self.name} ({shown[0]} in native, {shown[1]} in {other})"
 
 
 def comparable_arguments(arguments: Mapping[str, str]) -> dict[str, str]:

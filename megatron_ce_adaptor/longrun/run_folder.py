@@ -1,8 +1,9 @@
 """The folder a comparison run leaves: which files are in it, and whether they may be compared.
 
 native.log and te.log (or .log.gz), native.status.json and te.status.json, cmd.sh, env.json; optionally
-noise_floor.log and gates.yaml. Compare adds metrics.json, report.html and report.png. A new run removes what
-compare added and puts gates.yaml aside; a new native run also noise_floor.log, which belongs to the earlier.
+noise_floor.log and gates.yaml. Compare adds metrics.json, report.html, report.png, acceptance.md and
+acceptance.zh-CN.md (and tensorboard_curves/ if asked). A new run removes the verdict's files and puts
+gates.yaml aside; a new native run also noise_floor.log, which belongs to the earlier.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from .comparison import RunFacts
 from .megatron_log import LogError, TrainingLog
 
 METRICS, HTML, PNG, ENVIRONMENT, GATES = "metrics.json", "report.html", "report.png", "env.json", "gates.yaml"
+ACCEPTANCE = {"en": "acceptance.md", "zh-CN": "acceptance.zh-CN.md"}
+TENSORBOARD = "tensorboard_curves"  # not `tensorboard`: a run may write its own there
 
 
 class RunFolderError(Exception):
@@ -98,7 +101,7 @@ def facts_of(log: TrainingLog, status: RunStatus | None) -> RunFacts:
         return told
     if status.steps is not None and max(log.steps) < status.steps // log.log_interval * log.log_interval:
         raise LogError(
-            f"{log.name} ends at step {max(log.steps)}, but its status file says {status.steps} steps were "
+            f"{log.label} ends at step {max(log.steps)}, but its status file says {status.steps} steps were "
             "run; "
             "the log is not that of this run, or was cut."
         )
@@ -107,6 +110,7 @@ def facts_of(log: TrainingLog, status: RunStatus | None) -> RunFacts:
         micro_batches_per_step=status.micro_batches_per_step or told.micro_batches_per_step,
         sequence_length=status.sequence_length or told.sequence_length,
         global_batch_size=status.global_batch_size or told.global_batch_size,
+        from_launcher=True,
     )
 
 

@@ -115,6 +115,41 @@ def histogram(
     return _svg(body)
 
 
+def bars(
+    labels: Sequence[str], groups: Sequence[tuple[Sequence[float | None], str]], x_label: str, y_label: str
+) -> str:
+    """An SVG of grouped bars from 0: at each label one bar of every group, none where its value is None."""
+    everything = [v for values, _ in groups for v in values if v is not None]
+    if not everything:
+        return _empty("not measured")
+    y_ticks = nice_ticks(0, max(everything), 4)
+    y_high = max(y_ticks[-1], max(everything))
+    slot = (WIDTH - _LEFT - _RIGHT) / len(labels)
+    width = min(slot * 0.8 / len(groups), 40)
+
+    def to_x(index: float) -> float:
+        return _LEFT + (index + 0.5) * slot
+
+    def to_y(y: float) -> float:
+        return HEIGHT - _BOTTOM - y / y_high * (HEIGHT - _TOP - _BOTTOM)
+
+    body = _axes([], y_ticks, to_x, to_y, x_label, y_label, False)
+    for index, label in enumerate(labels):
+        body.append(
+            f'<text class="tick" x="{to_x(index):.1f}" y="{HEIGHT - _BOTTOM + 15}" '
+            f'text-anchor="middle">{escape(label)}</text>'
+        )
+    for number, (values, style) in enumerate(groups):
+        for index, value in enumerate(values):
+            if value is not None:
+                x = to_x(index) + (number - len(groups) / 2) * width
+                body.append(
+                    f'<rect class="area {escape(style)}" x="{x:.1f}" y="{to_y(value):.1f}" '
+                    f'width="{width:.1f}" height="{to_y(0) - to_y(value):.1f}"/>'
+                )
+    return _svg(body)
+
+
 def nice_ticks(low: float, high: float, most: int) -> list[float]:
     """At most `most` + 1 round numbers within [low, high]."""
     if high <= low:

@@ -8,6 +8,7 @@ of the parser.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
@@ -132,6 +133,19 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return LogMaker().write(tmp_path), LogMaker("te", factor=1.001, norm_factor=1.01, time_ms=170).write(
         tmp_path
     )
+
+
+@pytest.fixture
+def real_png() -> None:
+    """Asked for by the tests that look at report.png; the others do without drawing it (a second each)."""
+
+
+@pytest.fixture(autouse=True)
+def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real_png" not in request.fixturenames and importlib.util.find_spec("matplotlib"):
+        from megatron_ce_adaptor.longrun import report_png
+
+        monkeypatch.setattr(report_png, "render_png", lambda metrics: b"\x89PNG" + bytes(2000))
 
 
 def write_status(folder: Path, run: str, **changes: object) -> None:

@@ -17,7 +17,7 @@ from megatron_ce_adaptor.longrun.formatting import number
 from megatron_ce_adaptor.longrun.gates import Gates
 from megatron_ce_adaptor.longrun.metrics import run_from_metrics
 
-RESULTS = ("metrics.json", "report.html", "report.png")
+RESULTS = ("metrics.json", "report.html", "report.png", "acceptance.md", "acceptance.zh-CN.md")
 
 
 def call(capsys, *arguments):
@@ -201,7 +201,8 @@ def test_report_command(run_dir, capsys):
     made = (run_dir / "report.html").read_text()
     (run_dir / "report.html").unlink()
     status, out, _ = call(capsys, "report", run_dir)
-    assert status == 0 and out.split() == [str(run_dir / "report.html"), str(run_dir / "report.png")]
+    written = ("report.html", "acceptance.md", "acceptance.zh-CN.md", "report.png")
+    assert status == 0 and out.split() == [str(run_dir / name) for name in written]
     assert (run_dir / "report.html").read_text() == made
     metrics = json.loads((run_dir / "metrics.json").read_text())
     for broken in ("", "{}", json.dumps({**metrics, "te": {}}), json.dumps({"schema": 1})):
@@ -218,7 +219,7 @@ def test_report_without_matplotlib_says_so(run_dir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", [_Without("matplotlib"), *sys.meta_path])
     status, out, err = call(capsys, "report", run_dir)
     assert status == 0 and "report.png is not written: matplotlib is not installed" in err
-    assert out.split() == [str(run_dir / "report.html")] and not (run_dir / "report.png").exists()
+    assert out.split()[0] == str(run_dir / "report.html") and not (run_dir / "report.png").exists()
 
 
 class _Without:
@@ -251,7 +252,7 @@ def test_report_shows_the_numbers(run_dir, capsys):
         "2.11.0",
     ):
         assert text in body, text
-    assert page.count("<svg") == 4 and "<script" not in page
+    assert page.count("<svg") == 6 and "<script" not in page
     assert not re.search(r"https?:|url\(|@import|<link|<img|src=", page), "nothing is fetched"
     assert (
         re.search(r"prefers-color-scheme: dark", page)
@@ -301,7 +302,7 @@ def test_report_escapes_every_string_of_a_foreign_metrics_file(run_dir, capsys):
     assert "<script" not in page.lower() and page.count("&lt;script&gt;") > 50
 
 
-def test_report_of_a_failed_and_gappy_run(maker, tmp_path, capsys):
+def test_report_of_a_failed_and_gappy_run(real_png, maker, tmp_path, capsys):
     """NaN, missing times, no memory: the page and the picture are made all the same, and say FAIL."""
     native, te = maker(memory=()), maker("te", memory=(), factor=1.0)
     te_text = te.text().replace(te.step_line(9), te.step_line(9, nan=True))
@@ -314,7 +315,7 @@ def test_report_of_a_failed_and_gappy_run(maker, tmp_path, capsys):
     )
     page = (tmp_path / "o" / "report.html").read_text()
     assert status == 1 and "FAIL" in page and "not measured" in page and "n/a" in page
-    assert (tmp_path / "o" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "o" / "report.png").read_bytes()) > 50_000
 
 
 def test_long_curves_stay_small_and_keep_their_spike():

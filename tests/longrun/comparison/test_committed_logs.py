@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ce_adaptor.cli import main
+from megatron_ce_adaptor.longrun.launch import VERDICT_FILES
 
 LOGS = Path(__file__).parents[3] / "logs"
 FOLDERS = sorted(path.parent for path in LOGS.glob("*/metrics.json"))
@@ -24,7 +25,7 @@ def test_the_verdict_follows_from_the_logs(folder: Path, tmp_path: Path) -> None
     again = tmp_path / folder.name
     again.mkdir()
     for file in folder.iterdir():
-        if file.name not in ("metrics.json", "report.html", "report.png"):
+        if file.name not in VERDICT_FILES:
             shutil.copy(file, again)
     assert main(["compare", str(again)]) == 0
     assert json.loads((again / "metrics.json").read_text()) == committed
