@@ -78,7 +78,7 @@ class Inputs:
 
     def of_dims(self, peer: Peer) -> tuple[Tensor, Tensor]:
         """(logits, labels) with the peer's number of dimensions, on `work`'s memory."""
-        if peer.dims == 2:
+        if peer.dims == 2 or (peer.dims == 0 and self.case.batch == 1):
             return self.work, self.labels
         b = self.case.batch
         return self.work.unflatten(0, (-1, b)), self.labels.view(-1, b)

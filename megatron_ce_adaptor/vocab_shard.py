@@ -102,10 +102,11 @@ class VocabShard(NamedTuple):
         Raises:
             ValueError: on every rank alike, if the sizes were taken to be equal and are not, or are not the
                 described ones or those of the class weights. On CPU each call is checked; on a device the
-                first call with a group (and described sizes) is, which waits for the device; later ones of
-                unequal sizes that were taken to be equal are marked by NaN losses on all ranks.
+                first call with a group (and described sizes) is, which waits for the device; later ones are
+                marked by NaN losses on all ranks, and a rank that knows itself to be the misfit raises.
         """
         if self.misfit is not None:
+            payload[:-header].fill_(float("nan"))  # what the others get where they do not compare
             payload[-header].fill_(self.misfit // 65536)
             payload[1 - header].fill_(self.misfit % 65536)
         gathered = payload.new_empty(self.world_size * payload.numel())

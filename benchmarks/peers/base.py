@@ -36,7 +36,8 @@ class Peer:
         name: as in the tables.
         version: of the published package; read when the peer is loaded.
         make: loads the implementation; raises PeerMissing, ImportError or OSError with what is missing.
-        dims: the number of dimensions its logits have.
+        dims: the number of dimensions its logits have; 0: it takes both, and gets [s, b, V] in a case with a
+            batch, [N, V] in others.
         in_place: the gradient takes the logits' memory (in a table: no extra memory is expected).
         saves: what is kept from forward to backward, in words.
         devices: torch device types it runs on.

@@ -38,6 +38,7 @@ def peers() -> list[Peer]:
             name=name,
             version=_version,
             make=functools.partial(_make, overwrite),
+            dims=0,
             in_place=overwrite,
             saves="logits and 3 numbers a token",
             devices=("cuda", "cpu"),

@@ -97,6 +97,7 @@ CHANGES: list[tuple[str, Callable[[Parts], None], tuple[str, ...]]] = [
         ("small shapes: host",),
     ),
     ("host above a peer's", _set("cuda", "256x4096 bf16", "Unsloth", host_us=49.0), ("256x4096: host",)),
+    ("cold host", _set("cuda", "256x4096 bf16", "Unsloth", cold_host_us=49.0), ("256x4096: host",)),
     ("odd", _slower("8192x50257 bf16", 6), ("odd and strided",)),
     ("strided", _slower("8192x32000 bf16 strided by 32064", 6), ("odd and strided",)),
     ("memory in place", _set("cuda", "256x4096 bf16", IN_PLACE, extra_memory=1.0), ("extra memory",)),
