@@ -59,6 +59,17 @@ def cases(every: bool = False) -> Iterator[Case]:
             of them, for the widest tile with each that changes the tile, and fp16, which bf16 stands for,
             once a kernel.
     """
+    with_int32_labels: dict[str, Case] = {}
+    for case in _with_int64_labels(every):
+        yield case
+        if case.dtype != "fp16" and "plain" not in case.name and "strided" not in case.name:
+            with_int32_labels[case.kernel] = dataclasses.replace(
+                case, name=f"{case.name} int32 labels", types={**case.types, "Y": "*i32"}
+            )
+    yield from with_int32_labels.values()
+
+
+def _with_int64_labels(every: bool) -> Iterator[Case]:
     for dtype in DTYPES:
         yield from _unique(_statistics(dtype, every))
         yield from _unique(_gradient(dtype, every))
@@ -75,7 +86,6 @@ def _unique(of_kernel: Iterator[Case]) -> Iterator[Case]:
 
 
 def _types(dtype: str) -> dict[str, str]:
-    # labels may be int32 too: a scalar load in two kernels, a conversion to fp32 in the third
     return {"X": f"*{dtype}", "G_X": f"*{dtype}", **_POINTERS, **_SCALARS}
 
 

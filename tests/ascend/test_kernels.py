@@ -132,6 +132,21 @@ class TestInterpreted:
             kernels().forward(far, target, total_columns=2, **options)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled")
+def test_todays_triton_compiles_the_kernels_too() -> None:
+    """For a GPU, since it has no NPUs: the source serves both versions of the language."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from megatron_ce_adaptor.implementations import ascend_kernels
+
+    for case in {c.kernel: c for c in shipped.cases() if c.tile <= 1024 and c.dtype != "fp16"}.values():
+        kernel = getattr(ascend_kernels, case.kernel)
+        types = {p.name: "constexpr" if p.is_constexpr else case.types[p.name] for p in kernel.params}
+        constants = {(p.num,): case.constants[p.name] for p in kernel.params if p.is_constexpr}
+        assert compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_tile_that_is_launched_is_compiled_by_the_gate(itemsize: int) -> None:
     """HAZARDS 30: for any number of columns and any options the launch code's tile is one of npu-check's."""
