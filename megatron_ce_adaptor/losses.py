@@ -151,7 +151,7 @@ class CrossEntropyLoss:
             layout = logits_layout(logits, -1, require_sharded_vocab=False)  # type: ignore[arg-type]
             if layout.tp_dim is not None:
                 check_described(layout, self.tp_group, self.global_vocab_size)
-            result = direct.dtensor_cross_entropy(logits, labels, layout, self.weight, terms)  # type: ignore[arg-type]
+            result = direct.dtensor_cross_entropy(logits, labels, layout, self.weight, terms)
         else:
             result = direct.loss_parallel_cross_entropy(
                 logits,

@@ -21,6 +21,8 @@ __all__ = ["gather_tensor_parallel_logits"]
 _HEADER = 4
 
 
+# Dynamo cannot hand a shard over where it breaks its graph.
+@torch.compiler.disable
 def gather_tensor_parallel_logits(
     logits: Tensor, tp_group: Any = None, global_vocab_size: int | None = None
 ) -> Tensor:

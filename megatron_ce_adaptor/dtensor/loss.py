@@ -127,6 +127,8 @@ def loss_parallel_cross_entropy(
     return _plain_cross_entropy(logits, labels, tp_group, global_vocab_size, weight, terms)
 
 
+# Traced by Dynamo, the gradient of the DTensor would be lost without a word.
+@torch.compiler.disable
 def dtensor_cross_entropy(
     logits: DTensor, labels: Tensor, layout: LogitsLayout, weight: Tensor | None, terms: LossTerms
 ) -> Tensor | tuple[Tensor, CrossEntropyStatistics]:

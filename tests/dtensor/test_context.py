@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import compiled
 import mesh_checks
 import pytest
 import torch
@@ -30,6 +31,10 @@ def test_refusals(run_ranks: Callable, no_failures: Callable) -> None:
 
 def test_strict_torch(run_ranks: Callable, no_failures: Callable) -> None:
     no_failures(run_ranks(4, mesh_checks.strict_torch))
+
+
+def test_under_torch_compile(run_ranks: Callable, no_failures: Callable) -> None:
+    no_failures(run_ranks(4, compiled.compiled_callers, Case(FOUR[1], (9, 17), "mean", weighted=True)))
 
 
 def test_another_thread_sees_nothing() -> None:
