@@ -166,7 +166,7 @@ def _table(
         for index, text in enumerate(head)
     )
     thead = f"<thead><tr>{cells}</tr></thead>" if head else ""
-    return f'<table class="{style}">{thead}<tbody>{"".join(rows)}</tbody></table>'
+    return f'<div class="wide"><table class="{style}">{thead}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _run_table(metrics: dict[str, Any]) -> str:
@@ -247,22 +247,20 @@ def _configuration(metrics: dict[str, Any]) -> str:
 def _environment(environment: dict[str, Any] | None) -> str:
     if not environment:
         return _section("Environment", '<p class="soft">No env.json beside these logs.</p>')
-    rows: list[str] = []
+    facts: list[tuple[str, str]] = []
     for key, value in environment.items():
-        if value is None or value == {}:
-            continue
         if isinstance(value, dict):
-            rows += [_environment_row(f"{key}: {k}", v) for k, v in value.items() if v is not None]
-        else:
-            rows.append(_environment_row(str(key), value))
-    return _section("Environment", _table(rows), long=True)
-
-
-def _environment_row(name: str, value: Any) -> str:
-    text = str(value)
-    if "\n" in text:  # a tool's table, under its name so that it has the whole width
-        return f'<tr><td colspan="2">{escape(name)}<pre>{escape(text)}</pre></td></tr>'
-    return f"<tr><td>{_breakable(name)}</td><td>{escape(text)}</td></tr>"
+            facts += [(f"{key}: {k}", str(v)) for k, v in value.items() if v is not None]
+        elif value is not None:
+            facts.append((str(key), str(value)))
+    rows = [
+        f"<tr><td>{_breakable(name)}</td><td>{escape(text)}</td></tr>"
+        for name, text in facts
+        if "\n" not in text
+    ]
+    # A tool's table stands below: in a cell, its width would be that of the page.
+    below = [f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in facts if "\n" in text]
+    return _section("Environment", _table(rows) + "".join(below), long=True)
 
 
 def _breakable(name: str) -> str:
