@@ -41,7 +41,8 @@ def records(before, elapsed, between, behind, factor):
     counts = "number of skipped iterations:   0 | number of nan iterations:   0 |"
     return [
         f"{before} iteration  {i}/ 6 | consumed samples: {512 * i} |"
-        f" elapsed time per iteration {elapsed(i)} | learning rate: 7.7{i}E-05 | global batch size:  512 | lm loss: {factor * (5 - i / 4):.6E} |"
+        f" elapsed time per iteration {elapsed(i)} | learning rate: 7.7{i}E-05 |"
+        f" global batch size:  512 | lm loss: {factor * (5 - i / 4):.6E} |"
         f" grad norm: {factor * 2:.3f} |{between} {counts}{behind}"
         for i in range(1, 7)
     ]
@@ -151,11 +152,10 @@ def test_stamps_of_a_collector_hide_no_argument(tmp_path, maker, stamp):
     assert log.arguments == expected.arguments and log.steps == expected.steps and log.calls == expected.calls
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
-def test_files_written_under_windows(tmp_path, maker, encoding):
+def test_files_written_by_powershell(tmp_path, maker):
     plain = maker()
     path = tmp_path / "x.log"
-    path.write_bytes(plain.text().replace("\n", "\r\n").encode(encoding))
+    path.write_bytes(plain.text().replace("\n", "\r\n").encode("utf-16"))
     log, expected = parse_log(path), parse_log(plain.write(tmp_path))
     assert log.steps == expected.steps and log.arguments == expected.arguments
 

@@ -127,6 +127,8 @@ def test_a_browser_shows_it_on_a_phone_without_sideways_scrolling(page, tmp_path
         verdict: box(inner.querySelector(".verdict .word")).bottom,
         drawn: [...inner.querySelectorAll("svg")].filter(chart => box(chart).height > 100).length});
     }</script>"""
+    assert ">te.log<" in page  # in a cell that does not break
+    page = page.replace(">te.log<", f">{'a_long_name_' * 8}.log<")
     frame = f'<iframe id="phone" width="{PHONE}" height="800" style="border:0" srcdoc="{html.escape(page)}">'
     outer = f'<!DOCTYPE html><html><body>{frame}</iframe><pre id="result"></pre>{measure}</body></html>'
     shown = dump(tmp_path, outer)
