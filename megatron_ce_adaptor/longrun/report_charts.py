@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Sequence
@@ -50,10 +51,18 @@ def median_window(error: dict[str, Any]) -> int:
 def running_median(values: Sequence[float | None], window: int) -> list[float | None]:
     """Median of the `window` values around each; None where there is none."""
     half = window // 2
+    near: list[float] = []  # those of the window, sorted; sorting each anew takes minutes on a long run
     result: list[float | None] = []
-    for index in range(len(values)):
-        near = [v for v in values[max(0, index - half) : index + half + 1] if v is not None]
-        result.append(statistics.median(near) if near else None)
+    for index in range(-half, len(values)):
+        entering = values[index + half] if index + half < len(values) else None
+        if entering is not None:
+            bisect.insort(near, entering)
+        leaving = values[index - half - 1] if index > half else None
+        if leaving is not None:
+            del near[bisect.bisect_left(near, leaving)]
+        if index >= 0:
+            middle = len(near) // 2
+            result.append(None if not near else (near[middle] + near[-middle - 1]) / 2)
     return result
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import re
+import statistics
 import sys
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_ce_adaptor.longrun.comparison import compare
 from megatron_ce_adaptor.longrun.formatting import number
 from megatron_ce_adaptor.longrun.gates import Gates
 from megatron_ce_adaptor.longrun.metrics import run_from_metrics
+from megatron_ce_adaptor.longrun.report_charts import running_median
 
 RESULTS = ("metrics.json", "report.html", "report.png", "acceptance.md", "acceptance.zh-CN.md")
 
@@ -316,6 +319,17 @@ def test_report_of_a_failed_and_gappy_run(real_png, maker, tmp_path, capsys):
     page = (tmp_path / "o" / "report.html").read_text()
     assert status == 1 and "FAIL" in page and "not measured" in page and "n/a" in page
     assert len((tmp_path / "o" / "report.png").read_bytes()) > 50_000
+
+
+def test_running_median_is_the_median_of_the_window():
+    chance = random.Random(0)
+    for steps, window in ((0, 5), (1, 5), (7, 1), (7, 50), (200, 6), (200, 51)):
+        values = [chance.choice([None, 0.0, 1.0, chance.random()]) for _ in range(steps)]
+        half, expected = window // 2, []
+        for index in range(steps):
+            near = [v for v in values[max(0, index - half) : index + half + 1] if v is not None]
+            expected.append(statistics.median(near) if near else None)
+        assert running_median(values, window) == expected
 
 
 def test_long_curves_stay_small_and_keep_their_spike():

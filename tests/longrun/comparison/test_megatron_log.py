@@ -315,5 +315,5 @@ def test_hundred_megabytes_in_seconds(tmp_path, maker):
     assert path.stat().st_size > 100e6
     start = time.process_time()
     log = parse_log(path)
-    assert time.process_time() - start < 30  # four seconds on an idle machine
+    assert time.process_time() - start < 30  # about ten on a shared core
     assert len(log.steps) == 300_000 and log.missing_steps == []
