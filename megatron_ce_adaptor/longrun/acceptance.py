@@ -33,6 +33,7 @@ _STATUS = {
     "differs": ("differs from the task", "与任务不同"),
     "same": ("as asked", "与任务一致"),
     "told": ("reported only", "仅报告"),
+    "unknown": ("not shown", "未说明"),
 }
 
 
@@ -104,6 +105,11 @@ def _verdict(metrics: dict[str, Any], lines: list[_Line], say: _Say) -> str:
             f"This run is not the task's own: {', '.join(differing)} (below). The verdict is about this run.",
             f"本次运行与任务规定不完全相同：{'、'.join(differing)}（见下表）。结论只针对本次运行。",
         )
+    unknown = [line.name for line in lines if line.status == "unknown"]
+    if unknown:
+        text += "\n\n" + say(
+            f"The files do not show: {', '.join(unknown)}.", f"文件中没有说明：{'、'.join(unknown)}。"
+        )
     return text
 
 
@@ -112,7 +118,7 @@ def _layout(metrics: dict[str, Any], say: _Say) -> _Line:
     name = say("parallel layout", "并行配置")
     asked = say("8 ranks, TP2 PP2 EP2", "8 卡，TP2 PP2 EP2")
     if "world_size" not in arguments:
-        return _Line(name, asked, say("the log has no argument dump", "日志中没有参数列表"), "differs")
+        return _Line(name, asked, say("the log has no argument dump", "日志中没有参数列表"), "unknown")
     world, *sizes = (_text(arguments.get(argument, "1")) for argument in TASK_LAYOUT)
     measured = say(f"{world} ranks, ", f"{world} 卡，") + "TP{} PP{} EP{}".format(*sizes)
     same = all(arguments.get(argument) == size for argument, size in TASK_LAYOUT.items())
@@ -126,7 +132,7 @@ def _device(environment: dict[str, Any] | None, say: _Say) -> _Line:
         name,
         TASK_DEVICE,
         _text(found) if found else say("no env.json", "没有 env.json"),
-        "same" if found and "910B3" in found else "differs",
+        "unknown" if not found else "same" if "910B3" in found else "differs",
     )
 
 
@@ -162,7 +168,7 @@ def _data(metrics: dict[str, Any], say: _Say) -> _Line:
         say("data", "数据"),
         "enwiki",
         measured,
-        "told" if named else "differs",
+        "told" if named else "differs" if any(shown) else "unknown",
     )
 
 

@@ -114,6 +114,16 @@ def test_what_was_another_run_is_said(judged, argument):
     assert f"not the task's own: {line}" in pages["en"].replace("device, ", "")
 
 
+def test_what_the_files_do_not_show_is_not_called_different(judged):
+    metrics, _ = judged()
+    metrics["te"]["arguments"] = {}
+    page = render_acceptance(metrics, None, "en")
+    lines = rows(page, "## The task")
+    assert [lines[name][2] for name in ("parallel layout", "device", "data")] == ["not shown"] * 3
+    assert "The files do not show: parallel layout, device, data." in page
+    assert "## Configuration" not in page and "No env.json beside these logs." in page
+
+
 def test_limits_of_the_gates_that_are_not_the_tasks_are_shown(judged):
     metrics, pages = judged()
     assert rows(pages["en"], "## The task")["loss MAPE"][0] == "≤ 2 %"
