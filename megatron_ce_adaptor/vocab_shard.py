@@ -149,5 +149,5 @@ class VocabShard(NamedTuple):
         """Whether this call looks at the gathered sizes."""
         if payload.device.type == "cpu":
             return True
-        capturing = payload.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = payload.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self.sizes not in _compared.get(self.group, ()) and not capturing

@@ -1,7 +1,8 @@
 """Multiplying a gradient by the upstream scale: exactly, in place, and not at all where the scale is 1.
 
 On a CUDA device the scale is read by the kernel, so that a scale of 1, the usual one, costs a launch and
-no pass over the gradient, and the host never waits.
+no pass over the gradient, and the host never waits. On other devices but the CPU, such as NPUs, PyTorch
+operations multiply.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.device.type == "cpu":
         number = factor.item()
         return gradient if number == 1.0 else gradient.mul_(number)
-    launch = _kernel() if gradient.is_cuda else None
+    # not is_cuda: beside MindSpeed, torch_npu makes it a synonym of is_npu
+    launch = _kernel() if gradient.device.type == "cuda" else None
     if launch is not None:
         launch(gradient, factor)
         return gradient

@@ -205,7 +205,7 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.is_cuda and out.dtype == torch.float32 and _PRODUCTS_IN_FP32:
+    elif a.device.type == "cuda" and out.dtype == torch.float32 and _PRODUCTS_IN_FP32:
         if add:
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
         else:
