@@ -139,9 +139,9 @@ def merge(
     weights: ClassWeights | None,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `reference.merge`. Labels are compared as fp32: a label that is no class counts as ignored if it
-    lies within
-    2^-24 of an ignore_index beyond 2^24."""
+    """See `reference.merge`. Labels are compared as fp32: where ignore_index is beyond 2^24, a label that is
+    no class and rounds to the same fp32 number counts as ignored too.
+    """
     _check(gathered, total_columns)
     n = target.numel()
     loss = torch.empty(n, dtype=torch.float32, device=target.device)
@@ -172,9 +172,9 @@ def forward(
     weights: ClassWeights | None,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `reference.forward`; `merge` is a kernel of its own here too, because it computes on vectors of
-    rows what
-    would be one vector instruction a row otherwise."""
+    """See `reference.forward`; `merge` is a kernel of its own here too: it computes on vectors of rows what
+    would take a vector instruction for each row otherwise.
+    """
     _check(logits, total_columns)
     payload = row_statistics(
         logits,

@@ -1,12 +1,10 @@
 """Cross entropy by PyTorch's own operators (log_softmax, nll_loss, softmax), which torch_npu maps to the
-vendor's
-kernels: the NPU's route for small unsplit vocabularies, where the launch of a Triton kernel costs more than
-    it saves.
+vendor's kernels: the NPU's route for small unsplit vocabularies, where the launch of a Triton kernel costs
+more than it saves.
 
 It holds fp32 logits of the call while it runs, as PyTorch's cross entropy does. The loss of a token is
 log_softmax at its label, in fp32: for a confident token it loses the digits that the kernels keep. Everything
-    else
-is as `reference` states it.
+else is as `reference` states it.
 
 Shapes: N rows (tokens), C columns.
 """

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,11 @@ ALL_WELL, REJECTED, WRONG_USAGE, SLOW_FORM = 0, 1, 2, 4
 _TYPE = re.compile(r"\*?(i1|i8|i16|i32|i64|u8|u16|u32|u64|fp16|bf16|fp32|fp64)(:16)?")
 
 _DESCRIPTION = f"""\
-Compile Triton kernels for the Ascend 910B3 on an x86 machine without an NPU, and print what comes out:
-    whether
-they fit into the 192 KiB of a vector core's local memory (UB), whether loads are double buffered, how many
-operations became loops over single elements, how many waits the program has, and an estimate of what a row
-costs (about cycles, from assumed weights: for comparisons). It stops before the binary, which only CANN can
-make.
+Compile Triton kernels for the Ascend 910B3 on an x86 machine without an NPU, and print what comes
+out: whether they fit into the 192 KiB of a vector core's local memory (UB), whether loads are double
+buffered, how many operations became loops over single elements, how many waits the program has, and an
+estimate of what a row costs (about cycles, from assumed weights: for comparisons). It stops before the
+binary, which only CANN can make.
 
 Without --kernel it compiles every kernel of this package with every dtype and tile. It needs a Python 3.9 to
 3.11 with triton-ascend 3.2 and ascendnpu-ir (bash st_scripts/setup_npu_gate.sh makes one), but not torch.
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         cases = _cases(args)
         _check_python(args.python)
+        if args.jobs < 0:
+            raise ValueError(f"--jobs is {args.jobs}, expected a number of processes, or 0 for one a core.")
     except ValueError as error:
         print(f"megatron-ce npu-check: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -105,7 +107,7 @@ class _NoToolchainError(Exception):
 
 
 def _check_python(python: str) -> None:
-    if not os.access(python, os.X_OK):
+    if shutil.which(python) is None:
         raise ValueError(f"--python {python} is no program; name a Python 3.9 to 3.11 with triton-ascend.")
 
 

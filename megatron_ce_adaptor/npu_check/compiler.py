@@ -40,6 +40,10 @@ class ToolchainError(Exception):
     """The compiler is not there, or not one that is known here: a sentence."""
 
 
+class _MisfitError(Exception):
+    """What is said of a kernel's parameters does not fit the kernel: a sentence."""
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A kernel as MLIR for bishengir-compile, with the options that triton-ascend would give."""
@@ -157,6 +161,8 @@ def lower(
         mlir = stages["ttadapter"](stages["ttir"](module, metadata), metadata)
     except subprocess.CalledProcessError as error:
         return Outcome("ERROR", _last_words((error.stderr or b"").decode(errors="replace")))
+    except _MisfitError as error:
+        return Outcome("ERROR", str(error))
     except Exception as error:  # whatever Triton says of a kernel that it cannot take
         return Outcome("ERROR", _of_exception(error))
     flags = []
@@ -171,15 +177,25 @@ def lower(
 def _specialise(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> tuple[Any, Any, Any]:
     from triton.compiler.compiler import AscendAttrsDescriptor
 
+    if not hasattr(kernel, "params"):
+        raise _MisfitError("that name is no @triton.jit function")
+    names = [parameter.name for parameter in kernel.params]
+    # A module's cases share one table of types, so only constants can be superfluous.
+    if superfluous := [name for name in constants if name not in names]:
+        raise _MisfitError(f"the kernel has no parameter {', '.join(superfluous)}; it has {', '.join(names)}")
     signature: dict[str, str] = {}
     divisible: list[int] = []
     for parameter in kernel.params:
         if parameter.is_constexpr:
             if parameter.name not in constants:
-                raise KeyError(f"the constant {parameter.name} has no value")
+                raise _MisfitError(
+                    f"the constant {parameter.name} has no value: give {parameter.name}=NUMBER"
+                )
             continue
         if parameter.name not in types:
-            raise KeyError(f"the parameter {parameter.name} has no type")
+            raise _MisfitError(
+                f"the parameter {parameter.name} has no type: give {parameter.name}=i32, *bf16 ..."
+            )
         kind, _, multiple = types[parameter.name].partition(":")
         signature[parameter.name] = kind
         if multiple == "16":

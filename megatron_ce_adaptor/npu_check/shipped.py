@@ -1,6 +1,6 @@
 """The kernels of this package as they are launched on an NPU: every kernel, dtype and tile, with the
-constants that
-cost the most and the least."""
+constants that cost the most and the least.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Compiles cases in a process of its own, in a Python that has the toolchain: `python -m ...npu_check.worker
-< job`.
+"""Compiles cases in a process of its own, in a Python that has the toolchain: `python -m
+...npu_check.worker < job`.
 
 The job is one JSON object, `{"target": ..., "compilers": [folder or null, ...], "cases": [...]}` (see
 `shipped.Case`); the answers are JSON objects, one a line, one for each case and compiler. Exit status 3:
@@ -45,7 +45,9 @@ def main() -> int:
 def _answers(case: dict[str, Any], compilers: list[tuple[Path, str]], target: str) -> list[dict[str, Any]]:
     began = time.perf_counter()
     try:
-        kernel = getattr(_load(case["source"]), case["kernel"])
+        kernel = getattr(_load(case["source"]), case["kernel"], None)
+        if kernel is None:
+            raise LookupError(f"there is no {case['kernel']} in it")
         lowered = compiler.lower(kernel, case["types"], case["constants"], target)
     except Exception as error:  # of the file that holds a user's kernel
         lowered = compiler.Outcome("ERROR", f"{case['source']}: {type(error).__name__}: {error}")

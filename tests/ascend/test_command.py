@@ -29,6 +29,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
         (["--kernel", f"{CONTROLS}:exponentials", "X=*bf17"], "*bf17"),
         (["X=*bf16"], "--kernel"),
         (["--python", "/no/such/python"], "/no/such/python"),
+        (["--python", str(Path(CONTROLS).parent)], "is no program"),
+        (["--jobs", "-1", "--python", sys.executable], "--jobs is -1"),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

@@ -145,10 +145,17 @@ def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) -
     assert row[:5] == ["exponentials", "1.2.0", "OK", str(answer["ub_bytes"]), "yes"]
 
 
-def test_a_missing_argument_is_named() -> None:
-    status, (answer,) = check(
-        "--kernel", f"{CONTROLS}:exponentials", "X=*bf16", "BLOCK=4096", every_compiler=False
-    )
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("exponentials", ["X=*bf16", "BLOCK=4096"], "the parameter n has no type"),
+        ("exponentials", ["X=*bf16", "n=i32"], "the constant BLOCK has no value"),
+        ("exponentials", ["X=*bf16", "n=i32", "BLOCK=4096", "BLOK=1"], "the kernel has no parameter BLOK"),
+        ("tl", ["X=*bf16"], "no @triton.jit function"),
+        ("no_such_kernel", [], "there is no no_such_kernel in it"),
+    ],
+)
+def test_what_does_not_fit_the_kernel_is_named(name: str, arguments: list[str], said: str) -> None:
+    status, (answer,) = check("--kernel", f"{CONTROLS}:{name}", *arguments, every_compiler=False)
     assert status == command.REJECTED
-    assert "n" in answer["message"]
-    assert "type" in answer["message"]
+    assert said in answer["message"]
