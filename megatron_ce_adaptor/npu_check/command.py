@@ -29,7 +29,8 @@ buffered, how many operations became loops over single elements, how many waits 
 estimate of what a row costs (about cycles, from assumed weights: for comparisons). It stops before the
 binary, which only CANN can make.
 
-Without --kernel it compiles every kernel of this package with every dtype and tile. It needs a Python 3.9 to
+Without --kernel it compiles every kernel and tile of this package for bf16 and fp32, and the widest tiles for
+fp16; with --every, all combinations of dtypes, tiles and options. It needs a Python 3.9 to
 3.11 with triton-ascend 3.2 and ascendnpu-ir (bash st_scripts/setup_npu_gate.sh makes one), but not torch.
 
 Exit status: {ALL_WELL} all well; {REJECTED} a kernel does not fit or is rejected; {WRONG_USAGE} wrong usage;

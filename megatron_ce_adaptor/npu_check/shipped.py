@@ -56,8 +56,8 @@ def cases(every: bool = False) -> Iterator[Case]:
 
     Args:
         every: with every combination of constants; otherwise, for each, with none of the options and with all
-            of them, for the widest tile with each that changes the tile, and fp16, which bf16 stands for,
-            once a kernel.
+            of them, for the widest tile with each that changes the tile, and fp16, for which bf16 stands,
+            with the widest tiles alone (not in those that rows share).
     """
     with_int32_labels: dict[str, Case] = {}
     for case in _with_int64_labels(every):
