@@ -53,6 +53,10 @@ run_pretrain() { # run_pretrain IMPLEMENTATION ARGUMENTS...
   choose_configuration
   NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
   NNODES="${NNODES:-1}"
+  # Before anything is computed with them; a process a card would otherwise be started to find out.
+  for name in NPUS_PER_NODE NNODES TP PP EP CP MBS GBS TRAIN_ITERS SAVE_INTERVAL; do
+    [ -z "${!name:-}" ] || [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || die 2 "$name is ${!name}: expected a whole number of at least 1."
+  done
   local processes=$((NPUS_PER_NODE * NNODES))
   if [ "${WORLD_SIZE:-$processes}" != "$processes" ]; then
     die 2 "WORLD_SIZE=$WORLD_SIZE, but NPUS_PER_NODE $NPUS_PER_NODE x NNODES $NNODES = $processes; unset WORLD_SIZE."

@@ -340,6 +340,8 @@ def test_the_script_says_it_in_one_sentence(tmp_path: Path, stack: Stack) -> Non
     assert_refused(run_script(*out), "DATA_PATH is not set")
     assert_refused(run_script(*out, DEVICE="tpu"), "DEVICE is npu or cpu, not tpu")
     assert_refused(run_script(*out, "--steps", "3"), "unknown argument --steps")
+    assert_refused(run_script(*out, **data, NPUS_PER_NODE="x"), "NPUS_PER_NODE is x: expected a whole number")
+    assert_refused(run_script(*out, **data, TRAIN_ITERS="2k"), "TRAIN_ITERS is 2k: expected a whole number")
     assert_refused(run_script(*out, **data), "CANN is not active")
     path = f"{stack.bin}:{os.environ['PATH']}"
     stack.npu_smi(4)
