@@ -86,7 +86,8 @@ def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
     yield "cpu", ""
-    if torch.cuda.is_available():
+    # torch_npu's transfer_to_npu, which MindSpeed imports, puts the NPU behind CUDA's names
+    if torch.cuda.is_available() and torch.empty(0, device="cuda").device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             yield f"cuda:{index}", torch.cuda.get_device_name(index)
     npu = getattr(torch, "npu", None)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ce_adaptor import doctor
 from megatron_ce_adaptor.chunked import scaling, walk
 
 PACKAGE = Path(scaling.__file__).resolve().parents[1]
@@ -56,6 +57,19 @@ def test_products_take_no_overload_of_cuda_alone(add: bool) -> None:
     expected = torch.mm(a, b).float() + (1.0 if add else 0.0)
     walk.multiply_into(on_npu(out), on_npu(a), on_npu(b), add=add)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("behind", ["npu", "cuda"])
+def test_doctor_shows_no_cuda_device_that_is_an_npu(monkeypatch: pytest.MonkeyPatch, behind: str) -> None:
+    names = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda _: "a device"
+    )
+    made = SimpleNamespace(device=SimpleNamespace(type=behind))
+    monkeypatch.setattr(torch, "cuda", names)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: made)
+    monkeypatch.setattr(torch, "npu", names, raising=False)
+    shown = [device for device, _ in doctor._devices()]
+    assert shown == ["cpu", *(["cuda:0"] if behind == "cuda" else []), "npu:0"]
 
 
 def test_the_package_asks_for_the_type_of_a_device() -> None:
