@@ -86,7 +86,7 @@ def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
     yield "cpu", ""
-    # torch_npu's transfer_to_npu, which MindSpeed imports, puts the NPU behind CUDA's names
+    # torch_npu's transfer_to_npu, which adaptors import, puts the NPU behind CUDA's names
     if torch.cuda.is_available() and torch.empty(0, device="cuda").device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             yield f"cuda:{index}", torch.cuda.get_device_name(index)

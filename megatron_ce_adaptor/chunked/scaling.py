@@ -33,7 +33,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.device.type == "cpu":
         number = factor.item()
         return gradient if number == 1.0 else gradient.mul_(number)
-    # not is_cuda: beside MindSpeed, torch_npu makes it a synonym of is_npu
+    # not is_cuda: torch_npu's transfer_to_npu makes it a synonym of is_npu
     launch = _kernel() if gradient.device.type == "cuda" else None
     if launch is not None:
         launch(gradient, factor)

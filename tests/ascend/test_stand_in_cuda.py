@@ -1,4 +1,4 @@
-"""Beside MindSpeed or MegatronAdaptor, torch_npu's transfer_to_npu makes CUDA's names mean the NPU: `is_cuda`
+"""torch_npu's transfer_to_npu, which adaptors for Megatron import, makes CUDA's names mean the NPU: `is_cuda`
 is true for a tensor on an NPU, whose device is of the type npu still. No kernel for CUDA may be launched.
 """
 
@@ -79,4 +79,4 @@ def test_the_package_asks_for_the_type_of_a_device() -> None:
         for line in file.read_text(encoding="utf-8").splitlines()
         if re.search(r"\.is_cuda\b", line)
     ]
-    assert not asks, "is_cuda is true on an NPU beside MindSpeed; ask device.type: " + "\n".join(asks)
+    assert not asks, "is_cuda is true on an NPU with transfer_to_npu; ask device.type: " + "\n".join(asks)
