@@ -25,7 +25,9 @@ COMMANDS = {
     "prepare-data": _Command("longrun.prepare_data", "turn text into Megatron's .bin/.idx and a tokenizer"),
     "pretrain": _Command("longrun.launch", "train with native and with te from one configuration"),
     "compare": _Command("longrun.compare_command", "compare two Megatron logs, or judge a run folder"),
-    "npu-check": _Command("npu_check.command", "compile kernels for an NPU without one and say what comes out"),
+    "npu-check": _Command(
+        "npu_check.command", "compile kernels for an NPU without one and say what comes out"
+    ),
     "report": _Command("longrun.report_command", "make the report of a compared run folder again"),
 }
 
