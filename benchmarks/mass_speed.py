@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mass_cases import SpeedShape
+from memory import cpu_peak_bytes
 from timing import GpuClock, synchronize
 from torch import Tensor
 
@@ -80,16 +81,7 @@ class Pair:
             run()
             synchronize(self.device)
             return torch.cuda.max_memory_allocated() - before
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profile:
-            run()
-        held = peak = 0
-        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        return peak
+        return cpu_peak_bytes(run)
 
 
 def _call_ms(run: Callable[[], None], repeats: int, device: torch.device) -> float:

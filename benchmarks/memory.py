@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from inputs import Call
 
@@ -17,10 +19,15 @@ def peak_extra_bytes(call: Call) -> int:
         call.both()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    return cpu_peak_bytes(call.both)
+
+
+def cpu_peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that PyTorch holds on the CPU within `run` beyond what it held before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
-        call.both()
+        run()
     held = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):

@@ -27,6 +27,7 @@ MEASURED_SOURCES = (
     "vocab_shard.py",
     "implementations/__init__.py",
     "implementations/class_weights.py",
+    "implementations/dtypes.py",
     "implementations/rows.py",
     "implementations/reference.py",
     "implementations/cuda.py",

@@ -12,6 +12,7 @@ from megatron_ce_adaptor import dispatch
 from megatron_ce_adaptor.dispatch import Terms
 from megatron_ce_adaptor.implementations import note_use
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.implementations.rows import empty_gradient, has_overlapping_elements
 from megatron_ce_adaptor.labels import labels_are_checked, refuse_unknown_labels
 from megatron_ce_adaptor.plan import Plan, plan_of, validate
@@ -343,7 +344,7 @@ def _class_weights(class_weight: Tensor, logits: Tensor, labels: Tensor, shard: 
             f"the class weight is on {class_weight.device} and the logits on {logits.device}: move both to "
             "one device."
         )
-    dtype = dispatch.accumulation_dtype(logits)
+    dtype = accumulation_dtype(logits)
     return ClassWeights.of(class_weight, labels, shard.first_column, shard.columns, dtype)
 
 

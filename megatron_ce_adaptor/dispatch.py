@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ce_adaptor.implementations import choose, note_use
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
 # What an implementation keeps about calls that are alike, for itself.
@@ -29,11 +30,6 @@ class Terms(NamedTuple):
     ignore_index: int
     label_smoothing: float
     z_loss_weight: float
-
-
-def accumulation_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of the loss and of all that is computed on the way."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def forward_pass(

@@ -23,8 +23,6 @@ _LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _settings = watch("MCE_IMPLEMENTATION", "TE_PARALLEL_CE_FORCE_TRITON", "MCE_CHECK_LABELS")
 # Logits and gradients are read and written in vectors of so many bytes.
 _VECTOR_BYTES = 16
-# Implementations made of PyTorch's operations, which see tensors that have no memory, too.
-_WITHOUT_ADDRESSES = ("reference", "vendor")
 
 
 class Plan:
@@ -117,21 +115,21 @@ def plan_of(
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, no numbers: `validate` says which
         validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
-        if not _are_numbers(label_smoothing, z_loss_weight):  # a NumPy array of one element has no hash
-            numbers = float(label_smoothing), float(z_loss_weight)
-            return plan_of(logits, target, ignore_index, *numbers, statistics, group, shard)
-        raise
+        if _are_numbers(label_smoothing, z_loss_weight):
+            raise
+        plan = None
     if plan is not None and plan.is_of(group):
         return plan
     validate(logits, target, ignore_index, label_smoothing, z_loss_weight)
-    if not _are_numbers(label_smoothing, z_loss_weight):  # a tensor's value may change, its hash does not
+    # An option that is an array has no hash; that of a tensor stays when its value changes.
+    if not _are_numbers(label_smoothing, z_loss_weight):
         numbers = float(label_smoothing), float(z_loss_weight)
         return plan_of(logits, target, ignore_index, *numbers, statistics, group, shard)
     if shard is None:
         shard = VocabShard.of_equal_shards(group, logits.shape[-1])
     terms = Terms(shard, ignore_index, float(label_smoothing), float(z_loss_weight))
     plan = Plan(logits.device.type, group, terms, statistics, logits.is_contiguous())
-    if not address and logits.numel() and plan.name not in _WITHOUT_ADDRESSES:
+    if not address and logits.numel() and plan.module.READS_ADDRESSES:
         raise RuntimeError(
             f"inp is a {type(logits).__name__} without memory (fake, traced, or inside a transform of "
             f"torch.func), and the kernels of {plan.name!r} need its address: call the loss outside, under "

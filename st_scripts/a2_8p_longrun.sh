@@ -29,15 +29,7 @@ implementations=(native te)
 out=runs/a2_8p
 while [ $# -gt 0 ]; do
   case "$1" in
-    --impl)
-      need_value "$1" $#
-      case "$2" in
-        native | te) implementations=("$2") ;;
-        both) implementations=(native te) ;;
-        *) die 2 "--impl is native, te or both, not $2." ;;
-      esac
-      shift 2
-      ;;
+    --impl) need_value "$1" $#; choose_implementations "$2"; shift 2 ;;
     --out) need_value "$1" $#; out="$(caller_path "$2")"; shift 2 ;;
     -h | --help) show_help; exit 0 ;;
     *) die 2 "unknown argument $1; see --help." ;;

@@ -9,6 +9,15 @@ PASSED_ON=(TP PP EP CP MBS GBS TRAIN_ITERS DATA_PATH TOKENIZER_TYPE TOKENIZER_MO
 # What `megatron-ce prepare-data` and quickstart.sh make, used where DATA_PATH is not set.
 PREPARED=data/enwiki/enwiki
 
+choose_implementations() { # choose_implementations native|te|both: sets the array `implementations`
+  # shellcheck disable=SC2034 # the calling scripts read it
+  case "$1" in
+    native | te) implementations=("$1") ;;
+    both) implementations=(native te) ;;
+    *) die 2 "--impl is native, te or both, not $1." ;;
+  esac
+}
+
 choose_device() {
   local made_for=""
   if [ -n "${CONFIG:-}" ] && [ -f "$CONFIG" ]; then made_for="$(sed -n 's/^DEVICE: *\([a-z]*\).*/\1/p' "$CONFIG")"; fi

@@ -22,15 +22,7 @@ CONFIG=configs/cpu_small.yaml
 while [ $# -gt 0 ]; do
   case "$1" in
     --steps) need_value "$1" $#; steps="$2"; shift 2 ;;
-    --impl)
-      need_value "$1" $#
-      case "$2" in
-        native | te) implementations=("$2") ;;
-        both) implementations=(native te) ;;
-        *) die 2 "--impl is native, te or both, not $2." ;;
-      esac
-      shift 2
-      ;;
+    --impl) need_value "$1" $#; choose_implementations "$2"; shift 2 ;;
     --config) need_value "$1" $#; CONFIG="$(caller_path "$2")"; shift 2 ;;
     --out) need_value "$1" $#; out="$(caller_path "$2")"; shift 2 ;;
     -h | --help) show_help; exit 0 ;;

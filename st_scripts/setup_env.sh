@@ -27,51 +27,17 @@ STARTED="$VENV/.setup-started"  # there while an installation runs, or after it 
 
 wanted="$(cat "$REQUIREMENTS" pyproject.toml st_scripts/setup_env.sh | sha256sum | cut -d' ' -f1)"
 ready() { [ -f "$STAMP" ] && [ ! -e "$STARTED" ] && [ "$(cat "$STAMP")" = "$wanted" ] && [ -x "$VENV_PYTHON" ]; }
-if ready; then
-  say "The environment $VENV is up to date."
-  exit 0
-fi
-
-# Two set-ups at once would spoil each other; the later one waits and then finds the work done.
-mkdir -p .venvs
-exec 9> .venvs/setup.lock
-if command -v flock > /dev/null; then
-  flock -n 9 || { say "Another set-up is running; waiting for it."; flock 9; }
-  if ready; then
-    say "The environment $VENV is up to date."
-    exit 0
-  fi
-fi
-
-# A name on PATH may be a shim that refuses to start, so each candidate is run.
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 12), (3, 13)))' > /dev/null 2>&1; }
-find_python() {
-  local candidates=() candidate
-  if [ -n "${PYTHON:-}" ]; then
-    usable "$PYTHON" || die 2 "PYTHON=$PYTHON is no Python 3.12 or 3.13 with venv that starts; name another one."
-    printf '%s\n' "$PYTHON"
-    return
-  fi
-  candidates=(python3.12 python3.13 python3)
-  for candidate in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python3; do
-    [ ! -x "$candidate" ] || candidates+=("$candidate")
-  done
-  for candidate in "${candidates[@]}"; do
-    if usable "$candidate"; then
-      printf '%s\n' "$candidate"
-      return
-    fi
-  done
-  die 2 "no Python 3.12 or 3.13 with venv was found; tried ${candidates[*]}. Install one or set PYTHON=/path/to/python3.12."
-}
+VERSIONS=(3.12 3.13)
+[ -z "${PYTHON:-}" ] || find_python PYTHON "${VERSIONS[@]}" > /dev/null # a wrong one is refused, needed or not
+leave_if_ready "$VENV" .venvs/setup.lock
 
 began=$SECONDS
 if [ -e "$STARTED" ]; then
   say "An earlier set-up was interrupted; starting over."
   rm -rf "$VENV"
 fi
-if [ ! -x "$VENV_PYTHON" ] || ! usable "$VENV_PYTHON"; then
-  python="$(find_python)"
+if [ ! -x "$VENV_PYTHON" ] || ! usable_python "$VENV_PYTHON" "${VERSIONS[@]}"; then
+  python="$(find_python PYTHON "${VERSIONS[@]}")"
   say "Creating $VENV with $("$python" --version) ..."
   rm -rf "$VENV"
   mkdir -p "$VENV"

@@ -30,45 +30,14 @@ STAMP="$GATE/.setup-complete" # holds the hash of what was installed
 
 wanted="$(cat "$FRONT_END" "$BACK_ENDS" st_scripts/setup_npu_gate.sh | sha256sum | cut -d' ' -f1)"
 ready() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && [ -x "$GATE/bin/python" ]; }
-if ready; then
-  say "The environment $GATE is up to date."
-  exit 0
-fi
+# triton-ascend 3.2.0 has no wheel for a later one.
+[ -z "${NPU_GATE_PYTHON:-}" ] || find_python NPU_GATE_PYTHON 3.11 > /dev/null # a wrong one is refused, needed or not
+leave_if_ready "$GATE" .venvs/npu_gate.lock
 
-mkdir -p .venvs
-exec 9> .venvs/npu_gate.lock
-if command -v flock > /dev/null; then
-  flock -n 9 || { say "Another set-up is running; waiting for it."; flock 9; }
-  if ready; then
-    say "The environment $GATE is up to date."
-    exit 0
-  fi
-fi
-
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' > /dev/null 2>&1; }
-find_python() {
-  local candidates=() candidate
-  if [ -n "${NPU_GATE_PYTHON:-}" ]; then
-    usable "$NPU_GATE_PYTHON" || die 2 "NPU_GATE_PYTHON=$NPU_GATE_PYTHON is no Python 3.11 with venv that starts; triton-ascend 3.2.0 has no wheel for a later one."
-    printf '%s\n' "$NPU_GATE_PYTHON"
-    return
-  fi
-  candidates=(python3.11 python3)
-  for candidate in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11*/bin/python3; do
-    [ ! -x "$candidate" ] || candidates+=("$candidate")
-  done
-  for candidate in "${candidates[@]}"; do
-    if usable "$candidate"; then
-      printf '%s\n' "$candidate"
-      return
-    fi
-  done
-  die 2 "no Python 3.11 with venv was found (triton-ascend 3.2.0 has no wheel for a later one); tried ${candidates[*]}. Install one or set NPU_GATE_PYTHON=/path/to/python3.11."
-}
 [ "$(uname -sm)" = "Linux x86_64" ] || die 2 "the compiler's packages are for Linux on x86_64, and this is $(uname -sm)."
 
 began=$SECONDS
-python="$(find_python)"
+python="$(find_python NPU_GATE_PYTHON 3.11)"
 say "Creating $GATE with $("$python" --version) ..."
 rm -rf "$GATE" "$COMPILERS"
 mkdir -p "$COMPILERS"

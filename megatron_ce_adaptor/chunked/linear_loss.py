@@ -24,6 +24,7 @@ from megatron_ce_adaptor.chunked.exchange import HiddenExchange, NoExchange
 from megatron_ce_adaptor.chunked.scaling import scaled
 from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics
 from megatron_ce_adaptor.implementations import choose, note_use
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.labels import labels_are_checked, refuse_unknown_labels
 from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
@@ -148,7 +149,7 @@ class _GradientsInForward(torch.autograd.Function):
             layer = _output_layer(weight, bias, labels, options, compute)
             gathered = options.exchange.gather(hidden.to(compute))
             _check_gathered(gathered, hidden, labels)
-            acc = dispatch.accumulation_dtype(gathered)
+            acc = accumulation_dtype(gathered)
             token_weight = token_weight.to(acc)
             if not any(wanted):
                 found = walk.losses(gathered, labels, layer, statistics=options.statistics, save=False)

@@ -1,8 +1,8 @@
 """Multiplying a gradient by the upstream scale: exactly, in place, and not at all where the scale is 1.
 
 On a CUDA device the scale is read by the kernel, so that a scale of 1, the usual one, costs a launch and
-no pass over the gradient, and the host never waits. On other devices but the CPU, such as NPUs, PyTorch
-operations multiply.
+no pass over the gradient, and the host never waits. On other devices but the CPU, such as NPUs, and where
+Triton is not installed, PyTorch operations multiply; the results are the same.
 """
 
 from __future__ import annotations
@@ -47,10 +47,14 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _kernel() -> Any:
-    """A function (gradient, factor) that launches the Triton kernel; None where there is no Triton."""
+    """A function (gradient, factor) that launches the Triton kernel; None where Triton is not installed:
+    on a GPU, with MCE_IMPLEMENTATION=reference only.
+    """
     try:
         from megatron_ce_adaptor.chunked import scaling_kernels
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # a broken Triton is no missing one
+            raise
         return None
 
     def launch(gradient: Tensor, factor: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ce_adaptor import dispatch
 from megatron_ce_adaptor.dispatch import Terms
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _walk(
     upstream: Tensor | None,
     gradients: Gradients | None,
 ) -> Losses:
-    n, dtype = hidden.shape[0], dispatch.accumulation_dtype(hidden)
+    n, dtype = hidden.shape[0], accumulation_dtype(hidden)
     loss = hidden.new_empty(n, dtype=dtype)
     kept = hidden.new_empty(3, n, dtype=dtype) if save else None
     stats = hidden.new_empty(4, n, dtype=dtype) if statistics else None

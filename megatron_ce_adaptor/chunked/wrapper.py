@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_ce_adaptor.chunked import heads
 from megatron_ce_adaptor.chunked.linear_loss import LinearLossOptions, weighted_loss
 from megatron_ce_adaptor.chunked.module_call import call_inside_hooks
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.losses import CrossEntropyLoss, LossAndMetrics, valid_token_count
 
 __all__ = ["ChunkedLossWrapper"]
@@ -164,7 +165,7 @@ def _chunk_tokens(tokens: int, num_chunks: int) -> int:
 
 
 def _reciprocal(count: Tensor | float | None, like: Tensor) -> Tensor:
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(like)
     if isinstance(count, Tensor):
         return count.to(dtype).reciprocal()
     return torch.full((), 1.0 if count is None else 1.0 / count, dtype=dtype, device=like.device)

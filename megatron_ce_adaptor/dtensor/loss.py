@@ -24,6 +24,8 @@ from megatron_ce_adaptor.dtensor.layout import (
     local_logits,
     logits_layout,
 )
+from megatron_ce_adaptor.implementations.class_weights import weight_of_labels
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
@@ -249,14 +251,13 @@ def _total(
     """What a mean is divided by: the number of tokens that are not ignored, or the sum of their weights, over
     the whole batch; 1 where that is 0. 0-d, in the loss's dtype.
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(logits)
     known = (labels >= 0) & (labels < shard.total_columns)
     kept = labels != terms.ignore_index
     if weight is None:
         total = kept.sum()
     else:
-        of_label = weight.to(dtype)[labels.clamp(0, weight.numel() - 1)]
-        total = torch.where(kept, torch.where(known, of_label, 1.0), 0.0).sum()
+        total = torch.where(kept, weight_of_labels(weight.to(dtype), labels), 0.0).sum()
     if layout is not None and layout.batch_dims:
         sums = torch.stack([total, (kept & ~known).sum().to(total.dtype)])
         for dim in layout.batch_dims:

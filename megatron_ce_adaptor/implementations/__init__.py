@@ -1,7 +1,8 @@
 """Which implementation computes row statistics and gradients, and why.
 
 Each implementation is a module with the functions `row_statistics`, `merge`, `forward` (both in one, for an
-unsplit vocabulary) and `gradient`, all of the signatures in `reference`, a NAME and its payload's HEADER.
+unsplit vocabulary) and `gradient`, all of the signatures in `reference`, a NAME, its payload's HEADER, and
+READS_ADDRESSES: its kernels need tensors that have memory, which traced ones do not.
 They never import each other.
 """
 

@@ -18,6 +18,7 @@ from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 HEADER: int = kernels.HEADER.value
 INTERPRETED: bool = not isinstance(kernels.merge_kernel, triton.runtime.JITFunction)
 NAME = "ascend (interpreter)" if INTERPRETED else "ascend"
+READS_ADDRESSES = True
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Integers from here on are not exact in fp32, in which `merge_kernel` compares labels.

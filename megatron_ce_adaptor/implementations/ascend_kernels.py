@@ -115,6 +115,15 @@ def _add_tile(
     return peak, total, sum_x, weighted
 
 
+@triton.jit
+def _store_header(header, columns_high, columns_low):
+    """The shard's number of columns, behind the statistics."""
+    tl.store(header, columns_high)
+    tl.store(header + 1, columns_low)
+    tl.store(header + 2, 0.0)
+    tl.store(header + 3, 0.0)
+
+
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def row_statistics_kernel(
     X,                                  # logits: N rows of C columns
@@ -178,11 +187,7 @@ def row_statistics_kernel(
         if STATISTICS:
             tl.store(PAYLOAD + k * n_rows + row, weighted)
     if tl.program_id(0) == 0:
-        header = PAYLOAD + (3 + SMOOTH + STATISTICS) * n_rows
-        tl.store(header, columns_high)
-        tl.store(header + 1, columns_low)
-        tl.store(header + 2, 0.0)
-        tl.store(header + 3, 0.0)
+        _store_header(PAYLOAD + (3 + SMOOTH + STATISTICS) * n_rows, columns_high, columns_low)
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)
@@ -457,11 +462,7 @@ def short_row_statistics_kernel(
             weighted = tl.sum(e * tl.maximum(distance, FAR, propagate_nan=tl.PropagateNan.ALL), 1)
             tl.store(out + (3 + SMOOTH) * n_rows + rows, weighted, mask=there)
     if tl.program_id(0) == 0:
-        header = PAYLOAD + (3 + SMOOTH + STATISTICS) * n_rows
-        tl.store(header, columns_high)
-        tl.store(header + 1, columns_low)
-        tl.store(header + 2, 0.0)
-        tl.store(header + 3, 0.0)
+        _store_header(PAYLOAD + (3 + SMOOTH + STATISTICS) * n_rows, columns_high, columns_low)
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL_TENSORS)

@@ -33,8 +33,12 @@ class ClassWeights(NamedTuple):
             labels: [N] class ids.
         """
         weights = class_weight.detach().to(dtype)
-        classes = weights.numel()
-        known = (labels >= 0) & (labels < classes)
-        of_label = weights[labels.clamp(0, classes - 1)]
-        rows = torch.cat([torch.where(known, of_label, 1.0), weights.sum().view(1)])
+        rows = torch.cat([weight_of_labels(weights, labels), weights.sum().view(1)])
         return cls(weights[first_column : first_column + columns].contiguous(), rows)
+
+
+def weight_of_labels(weights: Tensor, labels: Tensor) -> Tensor:
+    """weights[labels], of the labels' shape; 1 where a label is no class."""
+    classes = weights.numel()
+    known = (labels >= 0) & (labels < classes)
+    return torch.where(known, weights[labels.clamp(0, classes - 1)], 1.0)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from megatron_ce_adaptor.implementations import cuda_kernels as kernels
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.implementations.prepared_call import PreparedCall
 from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 
 HEADER: int = kernels.HEADER.value
 INTERPRETED: bool = not isinstance(kernels.merge_kernel, triton.runtime.JITFunction)
 NAME = "cuda (interpreter)" if INTERPRETED else "cuda"
+READS_ADDRESSES = True
 
 _ALIGNED, _PEELED, _STRIDED = 0, 1, 2
 _VECTOR_BYTES = 16
@@ -109,10 +111,6 @@ def _cache_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**20
 
 
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _check_grid(programs: int, what: str) -> None:
     if programs > _MAX_PROGRAMS:
         raise ValueError(
@@ -184,7 +182,7 @@ def row_statistics(
 ) -> Tensor:
     """See `reference.row_statistics`."""
     k = 3 + smooth + statistics
-    payload = logits.new_empty(k * target.shape[0] + HEADER, dtype=_accumulation_dtype(logits))
+    payload = logits.new_empty(k * target.shape[0] + HEADER, dtype=accumulation_dtype(logits))
     weighted = weights is not None
     memo = {} if memo is None else memo
     call = memo.get(_STATISTICS_CALL + weighted)
@@ -259,7 +257,7 @@ def forward(
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`; here one kernel."""
-    loss, saved, stats = _result_buffers(target, _accumulation_dtype(logits), statistics)
+    loss, saved, stats = _result_buffers(target, accumulation_dtype(logits), statistics)
     weighted = weights is not None
     memo = {} if memo is None else memo
     call = memo.get(_FORWARD_CALL + weighted)

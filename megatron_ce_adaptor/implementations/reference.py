@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 from megatron_ce_adaptor.implementations.rows import matrices_of
 
 NAME = "reference"
+READS_ADDRESSES = False
 
 # Elements after the [K, N] statistics in a payload: the number of columns as (high, low) parts of 2^16.
 HEADER = 4
@@ -76,7 +78,7 @@ def row_statistics(
         number of columns. (Here the maximum is over the target's column too, in the kernels it is not:
         `merge` serves both.)
     """
-    acc = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    acc = accumulation_dtype(logits)
     n, columns = target.numel(), logits.shape[-1]
     k = 3 + smooth + statistics
     payload = torch.empty(k * n + HEADER, dtype=acc, device=logits.device)

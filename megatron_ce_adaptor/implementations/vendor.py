@@ -18,13 +18,11 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
 
 NAME = "vendor"
+READS_ADDRESSES = False
 HEADER = 4
-
-
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def row_statistics(*_: object, **__: object) -> NoReturn:
@@ -51,7 +49,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`. Saved is [3, N] too, of which only the second row, log-sum-exp, is used."""
     n, columns = target.numel(), logits.shape[-1]
-    acc = _accumulation_dtype(logits)
+    acc = accumulation_dtype(logits)
     log_p = torch.log_softmax(logits, -1, dtype=acc).reshape(n, columns)
     live = target != ignore_index
     known = (target >= 0) & (target < total_columns)

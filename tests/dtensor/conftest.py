@@ -13,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 sys.path.append(str(Path(__file__).parent))
 
-from tp_harness import RankPool
+from tp_harness import RankPools
 
 Run = Callable[..., list[object]]
 
@@ -25,18 +25,15 @@ CALL_LIMIT_S = 240.0
 def run_ranks() -> Iterator[Run]:
     """`run_ranks(world_size, function, *args)`: `function(rank, *args)` on gloo processes that stay up for
     the session; the results in rank order."""
-    pools: dict[int, RankPool] = {}
+    pools = RankPools()
 
     def run(
         world_size: int, function: Callable[..., object], *args: object, **options: object
     ) -> list[object]:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size].run(function, *args, **{"timeout_s": CALL_LIMIT_S, **options})
+        return pools(world_size).run(function, *args, **{"timeout_s": CALL_LIMIT_S, **options})
 
     yield run
-    for pool in pools.values():
-        pool.close()
+    pools.close()
 
 
 @pytest.fixture

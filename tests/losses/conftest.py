@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from tp_harness import RankPool
+from tp_harness import RankPools
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pools(world_size)`: processes that stay up for the session, started on first use."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield pool
-    for started in pools.values():
-        started.close()
+def rank_pools() -> Iterator[RankPools]:
+    """Processes that stay up for the session."""
+    with contextlib.closing(RankPools()) as pools:
+        yield pools

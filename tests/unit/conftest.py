@@ -9,11 +9,12 @@ the compiled kernels (`pytest -m gpu`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # --import-mode=importlib leaves it out; ranks inherit it
 
 from poison import poisoned_empty as poisoned_empty_context
-from tp_harness import RankPool
+from tp_harness import RankPools
 
 from megatron_ce_adaptor.implementations import ascend_tiles
 
@@ -132,16 +133,7 @@ def poisoned_empty() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pools(world_size)`: processes that stay up for the session, started on first use, restarted
-    after a failure."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield pool
-    for started in pools.values():
-        started.close()
+def rank_pools() -> Iterator[RankPools]:
+    """Processes that stay up for the session."""
+    with contextlib.closing(RankPools()) as pools:
+        yield pools

@@ -40,6 +40,20 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time; the message holds what each of them printed."""
 
 
+class RankPools:
+    """`pools(world_size)`: a `RankPool` of that size, started on first use, restarted after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        return self._pools.setdefault(world_size, RankPool(world_size))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 class RankPool:
     """`world_size` gloo processes. `run` sends them a function; `close` ends them."""
 
