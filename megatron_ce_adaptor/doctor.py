@@ -25,6 +25,7 @@ _PACKAGES = (
     "megatron-adaptor",
 )
 _MEGATRON_MODULES = (
+    "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.common.language_module.language_module",
     "megatron.core.model_parallel_config",
     "megatron.training.arguments",
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     for device, problem in _devices():
         for columns in (1000, SMALL_VOCABULARY) if device.startswith("npu") else (1000,):
             healthy &= _show_device(device, problem, columns)
+    healthy &= _show_loss_chunks()
     if not args.no_megatron:
         print("Megatron patches:")
         healthy &= _show_patches()
@@ -118,6 +120,26 @@ def _show_device(device: str, description: str, columns: int) -> bool:
     right = error < 1e-5
     print(f"{' ' if right else '!'} {label}: {choice.name}, because of {choice.reason}; error {error:.1e}")
     return right
+
+
+def _show_loss_chunks() -> bool:
+    """Prints whether Megatron's output layer and loss are computed in chunks, and what that touches."""
+    from megatron_ce_adaptor.megatron.loss_chunks import AUTO, TOKENS, chunk_setting, gradients_setting
+
+    try:
+        chunk, gradients = chunk_setting(), gradients_setting()
+    except ValueError as error:
+        print(f"! loss without logits: {error}")
+        return False
+    if chunk is None:
+        print(f"loss without logits: off ({TOKENS} is not set)")
+        return True
+    size = "as many tokens as a rule chooses" if chunk == AUTO else f"{chunk} tokens"
+    print(
+        f"loss without logits: on, chunks of {size}, gradients in {gradients}; touches the output layer and "
+        "the loss of GPTModel._postprocess with --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+    )
+    return True
 
 
 def _show_patches() -> bool:

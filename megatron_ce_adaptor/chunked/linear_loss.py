@@ -3,8 +3,9 @@
 Two forms. `weighted_loss` returns one number, the losses weighted by numbers that are known before: it
 computes all gradients in the forward pass, chunk by chunk, and backward only multiplies them by the upstream
 scale; three matrix products together, as without chunks. `loss_per_token` returns every token's loss for
-whatever is done with them; backward computes the logits once more, chunk by chunk: four matrix products.
-Neither ever holds the logits of more than one chunk.
+whatever is done with them; backward computes the logits once more, chunk by chunk: four matrix products. If
+the upstream gradient can be foreseen but for a factor, it takes three as well. Neither ever holds the logits
+of more than one chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatron_ce_adaptor import dispatch
 from megatron_ce_adaptor.chunked import walk
 from megatron_ce_adaptor.chunked.exchange import HiddenExchange, NoExchange
+from megatron_ce_adaptor.chunked.foresight import agreed_on_factor
 from megatron_ce_adaptor.chunked.scaling import scaled
 from megatron_ce_adaptor.cross_entropy import CrossEntropyStatistics
 from megatron_ce_adaptor.implementations import choose, note_use
@@ -29,7 +31,20 @@ from megatron_ce_adaptor.labels import labels_are_checked, refuse_unknown_labels
 from megatron_ce_adaptor.settings import switch
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
+_ADDED_ELEMENTS = 1 << 24  # of a weight's gradient at a time, where it is added to another buffer
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class WeightGradientBuffer(Protocol):
+    """A buffer of somebody else's that the weight's gradient is added to (Megatron's main_grad)."""
+
+    def buffer(self) -> Tensor:
+        """[C, H], which holds a sum already; in the weight's dtype or a wider one."""
+        ...
+
+    def stand_in(self) -> Tensor | None:
+        """What autograd gets as the weight's gradient, after it was added to the buffer."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +60,12 @@ class LinearLossOptions:
         accumulation_dtype: torch.float32 to add up the weight's, the bias's and the hidden gradient (this
             over the ranks) in fp32 and round them once at the end; None: in the gradient's own dtype, fp16
             excepted, which is always added up in fp32.
+        accumulate_hidden: accumulation_dtype is the hidden gradient's, too; False: only the parameters'.
         statistics: also return the losses' statistics (`CrossEntropyStatistics`).
+        check_labels: as `parallel_cross_entropy`'s: None looks at the labels on the CPU, False does not; the
+            environment's MCE_CHECK_LABELS goes before both.
+        weight_gradient: where the weight's gradient is added up, None: autograd gets it. Only for
+            `loss_per_token`.
     """
 
     shard: VocabShard
@@ -56,7 +76,10 @@ class LinearLossOptions:
     class_weight: Tensor | None = None
     exchange: HiddenExchange = dataclasses.field(default_factory=NoExchange)
     accumulation_dtype: torch.dtype | None = None
+    accumulate_hidden: bool = True
     statistics: bool = False
+    check_labels: bool | None = None
+    weight_gradient: WeightGradientBuffer | None = None
 
 
 class WeightedLoss(NamedTuple):
@@ -114,14 +137,32 @@ def loss_per_token(
     labels: Tensor,
     options: LinearLossOptions,
     bias: Tensor | None = None,
+    foreseen: Tensor | None = None,
 ) -> tuple[Tensor, CrossEntropyStatistics | None]:
     """cross_entropy(hidden @ weight.T + bias, labels) of each token, [N], for any upstream gradient.
 
     Arguments, collectives and errors are `weighted_loss`'s. Between forward and backward nothing but the
     arguments and three numbers a token are kept.
+
+    Args:
+        foreseen: [N], what the upstream gradient is expected to be, but for a factor (a loss mask), without
+            gradient. Then the gradients are computed in the forward pass and kept, and backward multiplies
+            them by the factor, if there is one: for this question it waits for the device once, and if the
+            vocabulary is split there is one all-reduce of a number. If there is none, and in each further
+            backward, the gradients are computed again as without `foreseen`.
     """
     compute = _check(hidden, weight, labels, bias, options)
-    loss, stats = _GradientsInBackward.apply(hidden, weight, bias, labels, options, compute)
+    if foreseen is not None and foreseen.shape != labels.shape:
+        raise ValueError(
+            f"foreseen has shape {tuple(foreseen.shape)}, expected one number for each of the "
+            f"{labels.numel()} labels."
+        )
+    wanted = tuple(
+        torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)
+    )
+    if foreseen is not None:
+        foreseen = foreseen.detach() if any(wanted) else None
+    loss, stats = _LossOfEachToken.apply(hidden, weight, bias, labels, foreseen, options, compute, wanted)
     return loss, _statistics(stats)
 
 
@@ -186,7 +227,7 @@ class _GradientsInForward(torch.autograd.Function):
         return hidden, weight, bias, None, None, None, None, None
 
 
-class _GradientsInBackward(torch.autograd.Function):
+class _LossOfEachToken(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -194,15 +235,26 @@ class _GradientsInBackward(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        foreseen: Tensor | None,
         options: LinearLossOptions,
         compute: torch.dtype,
+        wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.ahead, later = None, None
         with _without_autocast(hidden):
             layer = _output_layer(weight, bias, labels, options, compute)
             gathered = options.exchange.gather(hidden.to(compute))
             _check_gathered(gathered, hidden, labels)
-            found = walk.losses(gathered, labels, layer, statistics=options.statistics, save=True)
-        ctx.save_for_backward(hidden, weight, bias, labels, found.saved)
+            if foreseen is None:
+                found = walk.losses(gathered, labels, layer, statistics=options.statistics, save=any(wanted))
+            else:
+                ctx.ahead = _buffers(gathered, weight, bias, compute, options, wanted)
+                foreseen = foreseen.to(accumulation_dtype(gathered))
+                upstream, later = _split_scale(foreseen, compute)
+                found = walk.losses_and_gradients(
+                    gathered, labels, layer, upstream, ctx.ahead, statistics=options.statistics, save=True
+                )
+        ctx.save_for_backward(hidden, weight, bias, labels, found.saved, foreseen, later)
         ctx.options, ctx.compute = options, compute
         _mark(ctx, found.statistics)
         return found.loss, found.statistics
@@ -210,22 +262,80 @@ class _GradientsInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        hidden, weight, bias, labels, saved = ctx.saved_tensors
-        options, compute = ctx.options, ctx.compute
+        hidden, weight, bias, labels, saved, foreseen, later = ctx.saved_tensors
+        options: LinearLossOptions = ctx.options
+        gradients, ctx.ahead = ctx.ahead, None  # they are given away
+        upstream = grad_loss.to(saved.dtype)
+        factor = None
+        if gradients is not None:
+            factor = agreed_on_factor(upstream, foreseen, options.shard.group)
         with _without_autocast(hidden):
-            layer = _output_layer(weight, bias, labels, options, compute)
-            gathered = options.exchange.gather(hidden.to(compute))
-            gradients = _buffers(gathered, weight, bias, compute, options, ctx.needs_input_grad[:3])
-            upstream, later = _split_scale(grad_loss.to(saved.dtype), compute)
-            walk.recomputed_gradients(gathered, labels, layer, saved, upstream, gradients)
-            found = [gradients.hidden, gradients.weight, gradients.bias]
-            if found[0] is not None:
-                found[0] = options.exchange.reduce(found[0])
-            results = [
+            if factor is not None:
+                later = later * factor
+                buffer = options.weight_gradient
+                if buffer is not None and gradients.weight is not None:
+                    _add_scaled(buffer.buffer(), gradients.weight, later)
+            else:
+                layer = _output_layer(weight, bias, labels, options, ctx.compute)
+                gathered = options.exchange.gather(hidden.to(ctx.compute))
+                wanted = ctx.needs_input_grad[:3]
+                gradients, later = _recomputed(
+                    gathered, weight, bias, labels, layer, saved, upstream, options, ctx.compute, wanted
+                )
+            if gradients.hidden is not None:
+                gradients.hidden = options.exchange.reduce(gradients.hidden)
+            d_weight = None
+            if gradients.weight is not None and options.weight_gradient is not None:
+                gradients.weight, d_weight = None, options.weight_gradient.stand_in()
+            d_hidden, own_d_weight, d_bias = (
                 None if g is None else scaled(g, later, x.dtype)
-                for g, x in zip(found, (hidden, weight, bias), strict=True)
-            ]
-        return *results, None, None, None
+                for g, x in (
+                    (gradients.hidden, hidden),
+                    (gradients.weight, weight),
+                    (gradients.bias, bias),
+                )
+            )
+        d_weight = own_d_weight if d_weight is None else d_weight
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+def _recomputed(
+    gathered: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    layer: walk.OutputLayer,
+    saved: Tensor,
+    upstream: Tensor,
+    options: LinearLossOptions,
+    compute: torch.dtype,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[walk.Gradients, Tensor]:
+    """The gradients, and the factor that they lack; the weight's is in its buffer with the factor, if there
+    is such a buffer."""
+    upstream, later = _split_scale(upstream, compute)
+    buffer = options.weight_gradient
+    # fp16's scale comes after the sum, so the sum cannot be made in a buffer that holds another one
+    direct = buffer is not None and compute != torch.float16 and wanted[1]
+    gradients = _buffers(
+        gathered, weight, bias, compute, options, (wanted[0], wanted[1] and not direct, wanted[2])
+    )
+    if direct:
+        assert buffer is not None
+        gradients.accumulate_weight(buffer.buffer())
+    walk.recomputed_gradients(gathered, labels, layer, saved, upstream, gradients)
+    if buffer is not None and not direct and gradients.weight is not None:
+        _add_scaled(buffer.buffer(), gradients.weight, later)
+    return gradients, later
+
+
+def _add_scaled(total: Tensor, gradient: Tensor, factor: Tensor) -> None:
+    """total += gradient * factor, in the wider of their dtypes, without a tensor of their size."""
+    if total.dim() == 0 or total.numel() == 0:
+        return
+    rows = max(1, _ADDED_ELEMENTS // max(1, total[0].numel()))
+    for part, piece in zip(total.split(rows), gradient.split(rows), strict=True):
+        part.add_(piece.to(factor.dtype) * factor)
 
 
 def _mark(ctx: Any, *tensors: Tensor | None) -> None:
@@ -266,7 +376,9 @@ def _output_layer(
         dispatch.Terms(shard, options.ignore_index, options.label_smoothing, options.z_loss_weight),
         options.class_weight,
         options.chunk_tokens,
-        look_at_labels if labels_are_checked(switch("MCE_CHECK_LABELS"), None, weight) else None,
+        look_at_labels
+        if labels_are_checked(switch("MCE_CHECK_LABELS"), options.check_labels, weight)
+        else None,
     )
 
 
@@ -286,12 +398,15 @@ def _buffers(
 ) -> walk.Gradients:
     wide = torch.float32 if compute == torch.float16 else options.accumulation_dtype or compute
 
-    def like(x: Tensor | None, want: bool) -> Tensor | None:
+    def like(x: Tensor | None, want: bool, wide: torch.dtype) -> Tensor | None:
         if x is None or not want:
             return None
         return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, wide), device=x.device)
 
-    return walk.Gradients(like(hidden, wanted[0]), like(weight, wanted[1]), like(bias, wanted[2]))
+    of_hidden = wide if options.accumulate_hidden or compute == torch.float16 else compute
+    return walk.Gradients(
+        like(hidden, wanted[0], of_hidden), like(weight, wanted[1], wide), like(bias, wanted[2], wide)
+    )
 
 
 def _split_scale(upstream: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:

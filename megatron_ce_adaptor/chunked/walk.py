@@ -66,26 +66,29 @@ class Gradients:
         self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, accumulate: bool = False
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self._add = accumulate
+        self._add_weight = self._add_bias = accumulate
+
+    def accumulate_weight(self, buffer: Tensor) -> None:
+        """Lets the weight's gradient be added to what `buffer` holds, whatever becomes of the bias's."""
+        self.weight, self._add_weight = buffer, True
 
     def take(self, d_logits: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
         """The gradients from d_logits [n, C] of the chunk `rows`, hidden [n, H]."""
         if self.hidden is not None:
             multiply_into(self.hidden[rows], d_logits, weight, add=False)
         if self.weight is not None:
-            multiply_into(self.weight, d_logits.t(), hidden, add=self._add)
+            multiply_into(self.weight, d_logits.t(), hidden, add=self._add_weight)
         if self.bias is not None:
             total = d_logits.sum(0, dtype=self.bias.dtype)
-            self.bias.add_(total) if self._add else self.bias.copy_(total)
-        self._add = True
+            self.bias.add_(total) if self._add_bias else self.bias.copy_(total)
+        self._add_weight = self._add_bias = True
 
     def finish(self) -> None:
         """With no token at all, nothing was written yet."""
-        if not self._add:
-            for buffer in (self.weight, self.bias):
-                if buffer is not None:
-                    buffer.zero_()
-            self._add = True
+        for buffer, added in ((self.weight, self._add_weight), (self.bias, self._add_bias)):
+            if buffer is not None and not added:
+                buffer.zero_()
+        self._add_weight = self._add_bias = True
 
 
 def losses(hidden: Tensor, labels: Tensor, layer: OutputLayer, *, statistics: bool, save: bool) -> Losses:
@@ -101,10 +104,11 @@ def losses_and_gradients(
     gradients: Gradients,
     *,
     statistics: bool,
+    save: bool = False,
 ) -> Losses:
     """Losses, and the gradients of sum(upstream * loss), for an upstream gradient [N] that is known before
     the losses are: three matrix products."""
-    found = _walk(hidden, labels, layer, statistics, False, upstream, gradients)
+    found = _walk(hidden, labels, layer, statistics, save, upstream, gradients)
     gradients.finish()
     return found
 

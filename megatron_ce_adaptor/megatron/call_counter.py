@@ -5,6 +5,9 @@ computed a loss prints one line, in this form, which the comparison reads::
 
     [rank 7] cross entropy: te 200 calls, native 0 calls, implementation reference
 
+and, if output layer and loss were computed in chunks of tokens, at its end
+``, te 200 calls in chunks of at most 4096 tokens``. A loss in chunks is one call.
+
 Calls inside a region compiled by ``torch.compile`` are not counted: a counter there would recompile it.
 """
 
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 
 _counts = {"te": 0, "native": 0}
+_in_chunks = {"calls": 0, "tokens": 0}
 _lock = threading.Lock()
 _inside_native = threading.local()
 _rank = 0
@@ -33,8 +37,12 @@ def call_counts() -> dict[str, int]:
         return dict(_counts)
 
 
-def count_call(kind: str) -> None:
-    """Adds one call of ``"te"`` or ``"native"``; the first one arranges for the line at exit."""
+def count_call(kind: str, chunk_tokens: int | None = None) -> None:
+    """Adds one call of ``"te"`` or ``"native"``; the first one arranges for the line at exit.
+
+    Args:
+        chunk_tokens: of the call's chunks, None if its logits were there as a whole.
+    """
     if torch.compiler.is_compiling():
         return
     global _rank, _counting_process
@@ -43,9 +51,12 @@ def count_call(kind: str) -> None:
             _counting_process = os.getpid()
             _rank = _current_rank()
             _counts.update(te=0, native=0)
+            _in_chunks.update(calls=0, tokens=0)
             atexit.unregister(_print_counts)
             atexit.register(_print_counts)
         _counts[kind] += 1
+        if chunk_tokens is not None:
+            _in_chunks.update(calls=_in_chunks["calls"] + 1, tokens=max(_in_chunks["tokens"], chunk_tokens))
 
 
 def count_native(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,10 +80,13 @@ def count_native(original: Callable[..., Any]) -> Callable[..., Any]:
 def summary_line() -> str:
     """The line that is printed at exit."""
     counts = call_counts()
-    return (
+    line = (
         f"[rank {_rank}] cross entropy: te {counts['te']} calls, native {counts['native']} calls, "
         f"implementation {_implementation()}"
     )
+    if _in_chunks["calls"]:
+        line += f", te {_in_chunks['calls']} calls in chunks of at most {_in_chunks['tokens']} tokens"
+    return line
 
 
 def _current_rank() -> int:

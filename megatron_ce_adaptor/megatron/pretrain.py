@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node 8 -m megatron_ce_adaptor.megatron.pretrain <Megatron's own arguments>
 
+One argument is ours: ``--loss-chunk-tokens 4096`` (or auto) beside ``--cross-entropy-fusion-impl te``
+computes output layer and loss in chunks of so many tokens, as MCE_LOSS_CHUNK_TOKENS does
+(:mod:`.loss_chunks`).
+
 Runs on the megatron-core wheel alone (:mod:`.gpt_providers` stands in for the ``pretrain_gpt.py`` that the
 wheel lacks).  With MEGATRON_PATH set to a Megatron-LM checkout, that checkout's ``pretrain_gpt.py`` runs in
 its place, after the same preparation.  MCE_DEVICE=cpu|cuda|npu chooses the device; by default CUDA if there
@@ -27,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_ce_adaptor  # noqa: F401  installs the hook that patches Megatron when it is imported
-from megatron_ce_adaptor.megatron import neighbours
+from megatron_ce_adaptor.megatron import loss_chunks, neighbours
 
 _PROGRAM_START = time.time()
 
@@ -124,6 +128,30 @@ def check_arguments(argv: Sequence[str], megatron_path: str | None) -> None:
                 )
 
 
+def take_loss_chunks(argv: Sequence[str]) -> list[str]:
+    """`argv` without ``--loss-chunk-tokens``, whose value is put in the environment: MCE_LOSS_CHUNK_TOKENS.
+
+    Raises:
+        UsageError: a value of it, or of the environment's settings of the chunks, cannot be used, or the
+            argument would have no effect.
+    """
+    try:
+        kept, tokens = loss_chunks.without_flag(argv)
+        if tokens is not None:
+            os.environ[loss_chunks.TOKENS] = tokens
+        chunk = loss_chunks.chunk_setting()
+        loss_chunks.gradients_setting()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if tokens is not None and chunk is not None and _option(kept, "--cross-entropy-fusion-impl") != "te":
+        raise UsageError(
+            f"{loss_chunks.FLAG} has no effect without --cross-entropy-loss-fusion "
+            f"--cross-entropy-fusion-impl te: add them, leave it out, or set {loss_chunks.TOKENS} in the "
+            "environment, which the other implementations pass over."
+        )
+    return kept
+
+
 def choose_device(requested: str | None) -> str:
     """The device to train on: `requested`, the value of MCE_DEVICE, or what is there if that is empty.
 
@@ -195,7 +223,7 @@ def prepare_device(device: str, script: Path | None = None) -> None:
     Args:
         script: the pretrain script that will run, None for the installed megatron-core.
     """
-    from megatron_ce_adaptor.megatron import wheel_fixes
+    from megatron_ce_adaptor.megatron import resume_fixes, wheel_fixes
 
     if device == "cpu":
         from megatron_ce_adaptor.megatron import cpu_device
@@ -205,6 +233,7 @@ def prepare_device(device: str, script: Path | None = None) -> None:
     elif device == "npu":
         _prepare_npu(script)
     wheel_fixes.apply()
+    resume_fixes.apply()
 
 
 def _require_training_loop() -> None:
@@ -271,8 +300,8 @@ def run_on_wheel(argv: Sequence[str]) -> None:
 def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
     """Do everything that comes before the first line of training code.
 
-    Checks Megatron's arguments `argv` and the environment (MEGATRON_PATH, MCE_DEVICE), makes this process
-    ready for the device, and imports Megatron.
+    Checks Megatron's arguments `argv` and the environment (MEGATRON_PATH, MCE_DEVICE), takes our own argument
+    out of them, makes this process ready for the device, and imports Megatron.
 
     Returns:
         What to call to train.
@@ -280,6 +309,7 @@ def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
     Raises:
         UsageError: `argv`, `world_size` or the environment cannot work.
     """
+    argv = take_loss_chunks(argv)
     megatron_path = os.environ.get("MEGATRON_PATH") or None
     script = find_pretrain_gpt(megatron_path) if megatron_path else None
     check_arguments(argv, megatron_path)

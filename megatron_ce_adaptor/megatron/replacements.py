@@ -14,7 +14,9 @@ import torch
 
 from megatron_ce_adaptor.cross_entropy import cross_entropy, overwrite_obstacle
 from megatron_ce_adaptor.megatron.call_counter import count_call
-from megatron_ce_adaptor.settings import switch
+from megatron_ce_adaptor.megatron.loss_chunks import TOKENS
+from megatron_ce_adaptor.megatron.output_and_loss import refuse_whole_logits
+from megatron_ce_adaptor.settings import setting, switch
 
 _IGNORED_LABEL = -100
 
@@ -38,8 +40,13 @@ def te_parallel_cross_entropy(
 
     Returns:
         fp32 ``[s, b]``, the same on every rank of the group.
+
+    Raises:
+        RuntimeError: MCE_LOSS_CHUNK_TOKENS is set, but this model's logits came whole and want a gradient.
     """
     del is_cg_capturable
+    if setting(TOKENS):
+        refuse_whole_logits(logits)
     count_call("te")
     loss = cross_entropy(
         logits,
