@@ -58,7 +58,13 @@ def _run_rank(train: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     _name_process(f"mce-rank-{os.environ['RANK']}")
-    train()
+    try:
+        train()
+    except SystemExit as leaving:
+        # Megatron's way to stop early. A process that leaves this way hands the agent no return value, and the
+        # agent waits for one for ever, unless the exit status says that it failed.
+        if leaving.code not in (None, 0):
+            raise
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -46,7 +46,6 @@ _NEEDS_PRETRAIN_GPT = (
     "--hybrid-context-parallel",
     "--hybrid-layer-pattern",
     "--inprocess-restart",
-    "--mtp-num-layers",
     "--perform-rl-step",
     "--per-dataset-sequences-path",
     "--sft",
