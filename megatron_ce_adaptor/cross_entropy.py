@@ -170,7 +170,9 @@ def cross_entropy(
     if class_weight is not None:
         weights = _class_weights(class_weight, logits, labels, plan.terms.shard)
     note_use(plan.name)
-    result = _apply(logits, labels, plan, group, overwrite_input, *weights)
+    # In torch.func's transforms the whole of it.
+    apply = _CrossEntropy.apply if torch._C._are_functorch_transforms_active() else _apply_without_transforms
+    result = apply(logits, labels, plan, group, overwrite_input, *weights)
     if labels_are_checked(plan.checks_labels, check_labels, logits):
         # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one
         # that raised would leave the others waiting in the collective.
@@ -196,15 +198,14 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.plan = plan
         ctx.overwrite = overwrite
         ctx.overwritten = False
-        loss, saved, stats = dispatch.forward_pass(
-            plan.module,
-            logits,
-            labels,
-            plan.terms_on(group),
-            ClassWeights(*weights) if weights else None,
-            plan.statistics,
-            plan.memo,
-        )
+        again = plan.memo.forward
+        result = again(logits, labels) if again is not None and not weights else None
+        if result is None:
+            class_weights = ClassWeights(*weights) if weights else None
+            result = dispatch.forward_pass(
+                plan.module, logits, labels, plan.terms_on(group), class_weights, plan.statistics, plan.memo
+            )
+        loss, saved, stats = result
         ctx.save_for_backward(logits, labels, saved, *weights)
         if logits.dim() != 2:
             loss = loss.view(logits.shape[:-1])
@@ -228,30 +229,33 @@ class _CrossEntropy(torch.autograd.Function):
             )
         plan: Plan = ctx.plan
         logits, labels, saved, *weights = ctx.saved_tensors
-        class_weights = ClassWeights(*weights) if weights else None
         grad_rows = grad_loss if grad_loss.dim() == 1 else grad_loss.reshape(-1)
-        if ctx.overwrite:
-            logits = grad = logits.detach()
-        else:
-            grad = empty_gradient(logits)
-        dispatch.backward_pass(
-            plan.module, logits, labels, saved, grad_rows, grad, plan.terms, class_weights, plan.memo
+        again = plan.memo.gradient
+        grad = (
+            again(logits, labels, saved, grad_rows, ctx.overwrite)
+            if again is not None and not weights
+            else None
         )
+        if grad is None:
+            if ctx.overwrite:
+                logits = grad = logits.detach()
+            else:
+                grad = empty_gradient(logits)
+            class_weights = ClassWeights(*weights) if weights else None
+            dispatch.backward_pass(
+                plan.module, logits, labels, saved, grad_rows, grad, plan.terms, class_weights, plan.memo
+            )
         if ctx.overwrite:
             torch.autograd.graph.increment_version(grad)
             ctx.overwritten = True
-        return (grad, None, None, None, None, *(None for _ in weights))
+        if not weights:
+            return grad, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 # What `Function.apply` does beyond calling its base class is for the transforms of torch.func, and takes as
 # long as a small kernel.
 _apply_without_transforms = super(torch.autograd.Function, _CrossEntropy).apply
-
-
-def _apply(*arguments: Any) -> Any:
-    if torch._C._are_functorch_transforms_active():
-        return _CrossEntropy.apply(*arguments)
-    return _apply_without_transforms(*arguments)
 
 
 def _compiled(

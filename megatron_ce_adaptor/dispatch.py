@@ -17,10 +17,8 @@ from torch import Tensor
 from megatron_ce_adaptor.implementations import choose, note_use
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
+from megatron_ce_adaptor.implementations.memo import Memo
 from megatron_ce_adaptor.vocab_shard import VocabShard
-
-# What an implementation keeps about calls that are alike, for itself.
-Memo = dict[Any, Any]
 
 
 class Terms(NamedTuple):

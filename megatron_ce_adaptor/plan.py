@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ce_adaptor.dispatch import Terms
 from megatron_ce_adaptor.implementations import choose
+from megatron_ce_adaptor.implementations.memo import Memo
 from megatron_ce_adaptor.settings import switch, watch
 from megatron_ce_adaptor.vocab_shard import VocabShard
 
@@ -33,7 +34,7 @@ class Plan:
         module, name: the implementation.
         checks_labels: MCE_CHECK_LABELS, None where it is unset.
         contiguous: the logits are.
-        memo: the implementation's own, about calls that have this plan.
+        memo: the implementation's, about calls that have this plan.
     """
 
     __slots__ = (
@@ -61,7 +62,7 @@ class Plan:
         self.name = choice.name
         self.checks_labels = switch("MCE_CHECK_LABELS")
         self.contiguous = contiguous
-        self.memo: dict[Any, Any] = {}
+        self.memo = Memo()
 
     def is_of(self, group: Any) -> bool:
         """Whether it was made for this group: the number that a plan is found by may be another's by now."""

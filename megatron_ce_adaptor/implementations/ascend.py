@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ce_adaptor.implementations import ascend_kernels as kernels
 from megatron_ce_adaptor.implementations import ascend_tiles as tiles
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
+from megatron_ce_adaptor.implementations.memo import Memo
 from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 
 HEADER: int = kernels.HEADER.value
@@ -97,7 +98,7 @@ def row_statistics(
     smooth: bool,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> Tensor:
     """See `reference.row_statistics`."""
     _check(logits, first_column + logits.shape[-1])
@@ -138,7 +139,7 @@ def merge(
     statistics: bool,
     equal_shards: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.merge`. Labels are compared as fp32: where ignore_index is beyond 2^24, a label that is
     no class and rounds to the same fp32 number counts as ignored too.
@@ -171,7 +172,7 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`; `merge` is a kernel of its own here too: it computes on vectors of rows what
     would take a vector instruction for each row otherwise.
@@ -212,7 +213,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> None:
     """See `reference.gradient`."""
     if logits.numel() == 0:

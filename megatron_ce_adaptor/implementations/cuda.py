@@ -14,8 +14,10 @@ import triton
 from torch import Tensor
 
 from megatron_ce_adaptor.implementations import cuda_kernels as kernels
+from megatron_ce_adaptor.implementations.allocation import empty_of
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
+from megatron_ce_adaptor.implementations.memo import Memo
 from megatron_ce_adaptor.implementations.prepared_call import PreparedCall
 from megatron_ce_adaptor.implementations.rows import Rows, rows_of
 
@@ -118,7 +120,7 @@ def _check_grid(programs: int, what: str) -> None:
         )
 
 
-# Where a memo (see `plan_of`) holds a call's launches; those with class weights one further on.
+# Where a memo holds a call's launches; those with class weights one further on.
 _STATISTICS_CALL, _MERGE_CALL, _FORWARD_CALL = 0, 2, 4
 
 
@@ -178,16 +180,16 @@ def row_statistics(
     smooth: bool,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> Tensor:
     """See `reference.row_statistics`."""
     k = 3 + smooth + statistics
     payload = logits.new_empty(k * target.shape[0] + HEADER, dtype=accumulation_dtype(logits))
     weighted = weights is not None
-    memo = {} if memo is None else memo
-    call = memo.get(_STATISTICS_CALL + weighted)
+    calls = {} if memo is None else memo.calls
+    call = calls.get(_STATISTICS_CALL + weighted)
     if call is None:
-        call = memo[_STATISTICS_CALL + weighted] = _statistics_call(
+        call = calls[_STATISTICS_CALL + weighted] = _statistics_call(
             logits, target, first_column, 0, ignore_index, 1.0 if smooth else 0.0, 0.0, statistics, True,
             weighted,
         )  # fmt: skip
@@ -216,18 +218,18 @@ def merge(
     statistics: bool,
     equal_shards: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.merge`."""
     loss, saved, stats = _result_buffers(target, gathered.dtype, statistics)
     weighted = weights is not None
-    memo = {} if memo is None else memo
-    call = memo.get(_MERGE_CALL + weighted)
+    calls = {} if memo is None else memo.calls
+    call = calls.get(_MERGE_CALL + weighted)
     if call is None:
         n = target.numel()
         smooth = label_smoothing > 0
         overlap = _can_overlap(gathered.device)
-        call = memo[_MERGE_CALL + weighted] = PreparedCall(
+        call = calls[_MERGE_CALL + weighted] = PreparedCall(
             kernels.merge_kernel,
             -(-n // _MERGE_BLOCK),
             gathered.device,
@@ -254,21 +256,46 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`; here one kernel."""
     loss, saved, stats = _result_buffers(target, accumulation_dtype(logits), statistics)
     weighted = weights is not None
-    memo = {} if memo is None else memo
-    call = memo.get(_FORWARD_CALL + weighted)
+    calls = {} if memo is None else memo.calls
+    call = calls.get(_FORWARD_CALL + weighted)
     if call is None:
-        call = memo[_FORWARD_CALL + weighted] = _statistics_call(
+        call = calls[_FORWARD_CALL + weighted] = _statistics_call(
             logits, target, 0, total_columns, ignore_index, label_smoothing, z_loss_weight, statistics, False,
             weighted,
         )  # fmt: skip
+        if memo is not None and not weighted:
+            memo.forward = _ForwardAgain(call, logits, loss, statistics)
     column_weights, row_weights = weights or (saved, saved)
     call(logits, target, saved, loss, saved, stats, column_weights, row_weights)
     return loss, saved, stats if statistics else None
+
+
+class _ForwardAgain:
+    """What `forward` did, for another call that has its memo, without class weights."""
+
+    __slots__ = ("_call", "_dtype", "_empty", "_n", "_statistics")
+
+    def __init__(self, call: PreparedCall, logits: Tensor, loss: Tensor, statistics: bool) -> None:
+        self._call = call
+        self._empty = empty_of(logits.device)
+        self._n = loss.shape[0]
+        self._dtype = loss.dtype
+        self._statistics = statistics
+
+    def __call__(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        if not self._call.is_on_current_device():
+            return None
+        n, dtype, empty = self._n, self._dtype, self._empty
+        loss = empty((n,), (1,), dtype)
+        saved = empty((3, n), (n, 1), dtype)
+        stats = empty((4, n), (n, 1), dtype) if self._statistics else None
+        self._call(logits, target, saved, loss, saved, saved if stats is None else stats, saved, saved)
+        return loss, saved, stats
 
 
 def gradient(
@@ -284,7 +311,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> None:
     """See `reference.gradient`."""
     if logits.numel() == 0:
@@ -296,13 +323,48 @@ def gradient(
         weighted, grad_loss.dtype, grad_loss.stride(), target.stride(), target.dtype,
         _place(logits), None if out is logits else _place(out),
     )  # fmt: skip
-    memo = {} if memo is None else memo
-    call = memo.get(key)
+    calls = {} if memo is None else memo.calls
+    call = calls.get(key)
     if call is None:
         options = (first_column, total_columns, ignore_index, label_smoothing, z_loss_weight)
-        call = memo[key] = _gradient_call(logits, target, grad_loss, out, *options, weighted=weighted)
+        call = calls[key] = _gradient_call(logits, target, grad_loss, out, *options, weighted=weighted)
+        aligned = logits.data_ptr() % _VECTOR_BYTES == 0 and _place(logits) == _place(out)
+        if memo is not None and not weighted and aligned and logits.is_contiguous():
+            memo.gradient = _GradientAgain(call, logits, target, grad_loss)
     column_weights, row_weights = weights or (saved, saved)
     call(logits, out, target, grad_loss, saved, column_weights, row_weights)
+
+
+class _GradientAgain:
+    """What `gradient` did for contiguous, aligned logits, for another call that has its memo, without class
+    weights.
+    """
+
+    __slots__ = ("_call", "_empty", "_kind", "_shape")
+
+    def __init__(self, call: PreparedCall, logits: Tensor, target: Tensor, grad_loss: Tensor) -> None:
+        self._call = call
+        self._empty = empty_of(logits.device)
+        self._shape = tuple(logits.shape)
+        self._kind = self._kind_of(logits, target, grad_loss)
+
+    @staticmethod
+    def _kind_of(logits: Tensor, target: Tensor, grad_loss: Tensor) -> tuple[Any, ...]:
+        """What the launch depends on beside the shapes, here or in `gradient`."""
+        return (
+            logits.data_ptr() % _VECTOR_BYTES, logits.stride(), logits.dtype,
+            target.stride(), target.dtype, grad_loss.stride(), grad_loss.dtype,
+        )  # fmt: skip
+
+    def __call__(
+        self, logits: Tensor, target: Tensor, saved: Tensor, grad_loss: Tensor, overwrite: bool
+    ) -> Tensor | None:
+        call, kind = self._call, self._kind
+        if self._kind_of(logits, target, grad_loss) != kind or not call.is_on_current_device():
+            return None
+        out = logits.detach() if overwrite else self._empty(self._shape, kind[1], kind[2])
+        call(out if overwrite else logits, out, target, grad_loss, saved, saved, saved)
+        return out
 
 
 def _gradient_call(

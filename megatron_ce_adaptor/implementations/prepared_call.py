@@ -19,6 +19,11 @@ from torch import Tensor
 # JIT.
 _DIRECT = triton.__version__.startswith("3.6.")
 
+# Looked up once: each dot takes its time.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in builds for the CPU
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_runtime: Any = triton.knobs.runtime if _DIRECT else None
+
 # (kernel, device, dtypes and alignments, constants, warps) -> the compiled kernel's launch function and first
 # arguments
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None] = {}
@@ -27,7 +32,17 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]] | 
 class PreparedCall:
     """A kernel with grid, scalars and constants; call it with the tensors, in the order of its parameters."""
 
-    __slots__ = ("_device", "_jit", "_launch", "_leads", "_options", "_programs", "_tail", "_variant")
+    __slots__ = (
+        "_device",
+        "_index",
+        "_jit",
+        "_launch",
+        "_leads",
+        "_options",
+        "_programs",
+        "_tail",
+        "_variant",
+    )
 
     def __init__(
         self,
@@ -54,29 +69,34 @@ class PreparedCall:
         self._jit = jit
         self._programs = programs
         self._device = device
+        self._index = device.index
         self._tail = (*scalars, *constants)
         self._options = {"num_warps": warps, "launch_pdl": True} if overlap else {"num_warps": warps}
         self._leads = tuple((place, lead) for place, lead in leads if lead)
         self._variant = (id(jit), device.index, variant, constants, warps, overlap)
         self._launch = _compiled.get(self._variant)
 
+    def is_on_current_device(self) -> bool:
+        """False if the tensors lie on another CUDA device than the current one."""
+        return self._index is None or self._index == _current_device()
+
     def __call__(self, *tensors: Tensor) -> None:
         """Launches on the current stream of the tensors' device."""
-        index = self._device.index
+        index = self._index
         launched = self._launch
         if launched is None or _is_observed(self._jit):
             self._through_jit(tensors)
             return
-        if index != torch._C._cuda_getDevice():  # Triton launches there, where the tensors need not be
+        if index != _current_device():  # Triton launches there, where the tensors need not be
             with torch.cuda.device(index):
                 self(*tensors)
             return
         launch, before, after = launched
         pointers = [tensor.data_ptr() for tensor in tensors]
-        for place, lead in self._leads:
-            pointers[place] -= lead * tensors[place].element_size()
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        launch(self._programs, 1, 1, stream, *before, *after, *pointers, *self._tail)
+        if self._leads:
+            for place, lead in self._leads:
+                pointers[place] -= lead * tensors[place].element_size()
+        launch(self._programs, 1, 1, _current_stream(index), *before, *after, *pointers, *self._tail)
 
     def _through_jit(self, tensors: tuple[Tensor, ...]) -> None:
         shifted = list(tensors)
@@ -94,8 +114,7 @@ class PreparedCall:
 
 def _is_observed(jit: Any) -> bool:
     """True if a profiler or debugger hooks into launches: then the JIT calls its hooks."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or jit.pre_run_hooks)
+    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls or jit.pre_run_hooks)
 
 
 def _launch_of(compiled: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:

@@ -11,13 +11,13 @@ Shapes: N rows (tokens), C columns (this shard's vocabulary), W ranks, K statist
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
+from megatron_ce_adaptor.implementations.memo import Memo
 from megatron_ce_adaptor.implementations.rows import matrices_of
 
 NAME = "reference"
@@ -62,7 +62,7 @@ def row_statistics(
     smooth: bool,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> Tensor:
     """One pass over the logits.
 
@@ -131,7 +131,7 @@ def merge(
     statistics: bool,
     equal_shards: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Joins W shards' statistics in rank order.
 
@@ -216,7 +216,7 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`row_statistics` and `merge` for an unsplit vocabulary; returns what `merge` returns."""
     payload = row_statistics(
@@ -254,7 +254,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> None:
     """Writes d loss / d logits into `out`, of the logits' shape and dtype; `out` may be the logits
     themselves.

@@ -11,7 +11,7 @@ Shapes: N rows (tokens), C columns.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn.functional import nll_loss
 
 from megatron_ce_adaptor.implementations.class_weights import ClassWeights
 from megatron_ce_adaptor.implementations.dtypes import accumulation_dtype
+from megatron_ce_adaptor.implementations.memo import Memo
 
 NAME = "vendor"
 READS_ADDRESSES = False
@@ -45,7 +46,7 @@ def forward(
     z_loss_weight: float,
     statistics: bool,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `reference.forward`. Saved is [3, N] too, of which only the second row, log-sum-exp, is used."""
     n, columns = target.numel(), logits.shape[-1]
@@ -89,7 +90,7 @@ def gradient(
     label_smoothing: float,
     z_loss_weight: float,
     weights: ClassWeights | None,
-    memo: dict[Any, Any] | None = None,
+    memo: Memo | None = None,
 ) -> None:
     """See `reference.gradient`."""
     n, columns = target.numel(), logits.shape[-1]

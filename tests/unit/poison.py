@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_ce_adaptor.implementations import allocation
+
 FACTORIES = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch, "empty_permuted"))
 METHODS = ("new_empty", "new_empty_strided")
 
@@ -28,8 +30,10 @@ def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Floating-point tensors from `torch.empty*` and `Tensor.new_empty*` are filled with NaN inside the
-    context."""
+    """Floating-point tensors from `torch.empty*`, `Tensor.new_empty*` and the package's own allocations are
+    filled with NaN inside the context."""
+    direct = dict(allocation._by_device)
+    allocation._by_device.update({kind: _poisoned(original) for kind, original in direct.items()})
     saved = [(owner, name, getattr(owner, name)) for owner, name in FACTORIES]
     for owner, name, original in saved:
         setattr(owner, name, _poisoned(original))
@@ -38,6 +42,7 @@ def poisoned_empty() -> Iterator[None]:
     try:
         yield
     finally:
+        allocation._by_device.update(direct)
         for owner, name, original in saved:
             setattr(owner, name, original)
         for name in METHODS:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Device
 from oracle import dense_cross_entropy
+from poison import poisoned_empty
 from tolerances import assert_gradient_close, assert_loss_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -133,6 +134,27 @@ def test_saved_tensors_that_come_back_elsewhere(device: Device, kind: str, overw
             continue
         with torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x):
             check(logits, target, overwrite_input=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("statistics", [False, True])
+def test_later_calls_are_as_the_first(device: Device, overwrite: bool, statistics: bool) -> None:
+    """Where an implementation has a shorter way for them: with other contents and upstream gradients."""
+    options = {"overwrite_input": overwrite, "return_statistics": statistics, "z_loss_weight": 0.1}
+    target = labels(device, 4)
+    for seed in range(3):
+        with poisoned_empty():
+            check(intermediate(device, 4, VOCAB, seed=seed), target, **options)
+    (only,) = plan._plans.values()
+    shorter = device.name != "reference" and only.module.__name__.endswith(".cuda")
+    assert (only.memo.forward is not None) == (only.memo.gradient is not None) == shorter
+    # one upstream gradient for all: another stride, hence not the shorter way
+    logits = intermediate(device, 4, VOCAB)
+    first = torch.autograd.grad(parallel_cross_entropy(logits, target).sum(), logits)[0]
+    check(intermediate(device, 4, VOCAB, seed=9), target, **options)
+    logits = intermediate(device, 4, VOCAB)
+    last = torch.autograd.grad(parallel_cross_entropy(logits, target).sum(), logits)[0]
+    assert torch.equal(first, last)
 
 
 class OneOfMany:
