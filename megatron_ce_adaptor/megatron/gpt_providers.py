@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector, get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
@@ -75,6 +75,12 @@ def model_provider(
         qk_l2_norm=args.qk_l2_norm,
         vp_stage=vp_stage,
     )
+    # Multi-token prediction: None on the stages that have none
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(
+            config, layers, args.transformer_impl == "transformer_engine", vp_stage=vp_stage
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,
@@ -89,6 +95,7 @@ def model_provider(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        mtp_block_spec=mtp,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
@@ -150,9 +157,11 @@ def _keys_needed(args: Any, vp_stage: int | None) -> list[str]:
     """The entries of a batch that this pipeline stage uses, in the order in which they are broadcast."""
     ignore_virtual = vp_stage is None
     needed = []
-    if parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage):
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+    if first or (last and args.mtp_num_layers):  # multi-token prediction embeds the tokens once more
         needed += ["tokens", "position_ids"]
-    if parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage):
+    if last:
         needed += ["labels", "loss_mask"]
     if needed and args.create_attention_mask_in_dataloader:
         needed.append("attention_mask")

@@ -159,9 +159,9 @@ def test_te_that_megatron_would_ignore_is_refused() -> None:
 
 
 def test_what_only_pretrain_gpt_can_do_is_refused_without_it() -> None:
-    with pytest.raises(pretrain.UsageError, match=r"--mtp-num-layers needs .* set MEGATRON_PATH"):
-        pretrain.check_arguments(["--mtp-num-layers", "1"], None)
-    pretrain.check_arguments(["--mtp-num-layers", "1"], "somewhere")
+    with pytest.raises(pretrain.UsageError, match=r"--fim-data needs .* set MEGATRON_PATH"):
+        pretrain.check_arguments(["--fim-data"], None)
+    pretrain.check_arguments(["--fim-data"], "somewhere")
 
 
 def test_an_unknown_device_is_refused() -> None:
