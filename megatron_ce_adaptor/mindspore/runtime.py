@@ -1,0 +1,123 @@
+"""What the package asks of MindSpore itself: devices, autograd's state, and the collectives.
+
+Only operators that are there on CPUs and on Ascend are used, so that what was run on CPU with mccl is what
+runs on NPUs with hccl; what differs is chosen here, by what the device can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import mindspore.mint.distributed as dist
+from mindspore import Tensor, mint, ops
+
+try:
+    from mindspore.graph.api import _pynative_executor as _executor
+except ImportError:  # where it was before 2.9
+    from mindspore.common.api import _pynative_executor as _executor
+
+LOGITS_DTYPES = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
+LABEL_DTYPES = (ms.int64, ms.int32)
+NEG_INF = float("-inf")
+
+# Bytes of fp32 of a block of rows: on a CPU few enough to stay in its cache, on a device enough that the
+# launches of the operators do not count.
+_CPU_BLOCK_BYTES = 1 << 20
+_DEVICE_BLOCK_BYTES = 1 << 28
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether the tensor is computed on by the CPU."""
+    device = getattr(tensor, "device", None) or ms.get_context("device_target")
+    return str(device).upper().startswith("CPU")
+
+
+def accumulation_dtype(tensor: Tensor) -> Any:
+    """fp64 for fp64 tensors, else fp32."""
+    return ms.float64 if tensor.dtype == ms.float64 else ms.float32
+
+
+def row_blocks(rows: int, columns: int, on_cpu: bool) -> list[slice]:
+    """Slices of rows, of as many elements as a block may have."""
+    step = max(1, (_CPU_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (max(columns, 1) * 4))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def matrix(a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
+    """a @ b of matrices of one dtype, in that dtype.
+
+    The CPU has no product of bf16 matrices: there it is made in fp32 and rounded once, which is what a
+    device's product with fp32 accumulation gives.
+    """
+    product = ops.MatMul(transpose_a, transpose_b)
+    if a.dtype == ms.bfloat16 and is_on_cpu(a):
+        return product(a.astype(ms.float32), b.astype(ms.float32)).astype(ms.bfloat16)
+    return product(a, b)
+
+
+def is_wanted(ctx: Any, position: int) -> bool:
+    """Inside a `_Function`'s forward: whether the gradient by this argument may be asked for."""
+    return bool(_executor.grad_flag()) and bool(ctx.needs_input_grad[position])
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Inside a `_Function`'s backward: raises RuntimeError where the backward itself is being recorded."""
+    if _executor.grad_flag():
+        raise RuntimeError(
+            f"{name} has no second derivative: do not take a gradient of its gradient (nested grad "
+            f"functions)."
+        )
+
+
+def place_in_group(group: Any) -> tuple[int, int]:
+    """(rank, size) of this process in a communication group, by the group's name; (0, 1) for None.
+
+    Raises:
+        TypeError: `group` is no name of a group.
+        ValueError: there is no such group, or this process is not in it.
+    """
+    if group is None:
+        return 0, 1
+    if not isinstance(group, str):
+        raise TypeError(
+            f"the tensor-parallel group is {group!r}, expected the name of a MindSpore communication group "
+            "(what mint.distributed.new_group returns) or None."
+        )
+    rank = dist.get_rank(group) if group else -1  # new_group returns "" to those that are not in the group
+    if rank < 0:
+        raise ValueError(
+            f"the tensor-parallel group {group!r} does not contain this process (or does not exist); pass "
+            f"this "
+            "rank's own group."
+        )
+    return rank, dist.get_world_size(group)
+
+
+def all_gather(payload: Tensor, group: str) -> list[Tensor]:
+    """The payloads of all ranks in rank order, each of this one's shape. One collective."""
+    size = dist.get_world_size(group)
+    pieces = [mint.empty(payload.shape, dtype=payload.dtype) for _ in range(size)]
+    dist.all_gather(pieces, payload.contiguous(), group=group)
+    return pieces
+
+
+def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
+    """The sum over the group's ranks; may overwrite its argument. One collective.
+
+    On the CPU mccl adds up no fp64: there the ranks' tensors are gathered and added in rank order.
+    """
+    if tensor.dtype == ms.float64 and is_on_cpu(tensor):
+        first, *others = all_gather(tensor, group)
+        for other in others:
+            first = first + other
+        return first
+    tensor = tensor.contiguous()
+    dist.all_reduce(tensor, op="sum", group=group)
+    return tensor
+
+
+def concatenated(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The pieces joined; a single one as it is."""
+    return pieces[0] if len(pieces) == 1 else mint.cat(list(pieces), dim)
