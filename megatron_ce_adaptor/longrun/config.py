@@ -155,6 +155,10 @@ class RunConfig:
             arguments["--train-iters"] = steps
         return replace(self, arguments=arguments)
 
+    def with_arguments(self, arguments: Mapping[str, Any]) -> RunConfig:
+        """A copy with these flags set, in place of the file's values or after its last one."""
+        return replace(self, arguments={**self.arguments, **arguments})
+
     def flags(self) -> list[tuple[str, list[str]]]:
         """The flags that are given, each with its words, variable references left in place."""
         result: list[tuple[str, list[str]]] = []

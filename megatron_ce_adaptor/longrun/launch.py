@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from megatron_ce_adaptor.longrun import environment, preflight, processes
+from megatron_ce_adaptor.longrun import checkpoints, environment, preflight, processes, resume
+from megatron_ce_adaptor.longrun.checkpoint_keeper import CheckpointKeeper
 from megatron_ce_adaptor.longrun.config import (
     DEVICES,
     IMPLEMENTATIONS,
@@ -46,6 +47,7 @@ RANK_LOSS_SECONDS = 40.0
 STOP_GRACE_SECONDS = 10.0
 VERDICT_FILES = ("metrics.json", "report.html", "report.png", "acceptance.md", "acceptance.zh-CN.md")
 GATES_FILE = "gates.yaml"  # the limits of that verdict, where they were not the defaults
+NOISE_FLOOR = "noise_floor"  # the run's name, which the comparison looks for
 RESERVED_BYTES = 2**18
 LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record
 
@@ -55,6 +57,11 @@ exit status:
   1      the training failed or was stopped; DIR/NAME.failed.log and DIR/NAME.status.json say how far it came
   2      refused before the start: configuration, process count, data, port or output folder
   128+N  stopped by signal N
+
+checkpoints:
+  --save-every N keeps the two newest in DIR/checkpoints/NAME (or in the configuration's --save). The same
+  command with --resume continues from the newest one that is whole, or says that the run is complete; its log
+  goes on where it ended. A checkpoint that was not finished or is damaged is named and not used.
 
 environment:
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several machines; on one, a free port is taken
@@ -70,10 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--config", required=True, help="the run, such as configs/cpu_small.yaml")
     parser.add_argument("--impl", required=True, choices=IMPLEMENTATIONS, help="which cross entropy trains")
+    parser.add_argument(
+        "--noise-floor",
+        action="store_true",
+        help="with --impl native: the control run, whose first logits are changed by one ulp",
+    )
     parser.add_argument("--steps", type=int, help="steps to train instead of the configuration's")
     parser.add_argument("--nproc", type=int, help="processes on this machine; default NPUS_PER_NODE or 8")
     parser.add_argument("--out", type=Path, help="folder for log and records; default runs/<configuration>")
     parser.add_argument("--name", help="what the run's files are called in --out; default the implementation")
+    parser.add_argument("--save-every", type=int, metavar="N", help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue a run that did not come to its end")
     parser.add_argument(
         "--device", choices=DEVICES, help="default MCE_DEVICE, then the configuration's DEVICE"
     )
@@ -95,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run or os.environ.get("DRY_RUN", "0") not in ("", "0"):
             print(plan.as_shell())
             return COMPLETE
+        if plan.resumes and resume.is_complete(plan.folder, plan.name, plan.steps):
+            print(f"megatron-ce pretrain: {plan.folder}/{plan.name}.log is complete: {plan.steps} steps.")
+            return COMPLETE
         device = plan.added_environment.get("MCE_DEVICE", "")
         preflight.check_megatron_path(plan.variables)
         preflight.check_device(
@@ -103,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         preflight.check_data(plan.config, plan.variables)
         preflight.check_port(plan.machines)
         preflight.check_output_folder(plan.folder)
-        with open_log(plan.folder, plan.name) as log:
+        with locked_log(plan.folder, plan.name) as log:
+            plan = _with_start(plan)
+            begin_log(plan.folder, plan.name, log, plan.resumes)
             return _train(plan, log)
     except (ConfigError, Refused) as error:
         _complain(str(error))
@@ -125,6 +144,15 @@ class Plan:
     entry: list[str]  # torchrun's words for what it runs
     variables: Mapping[str, str]  # the caller's environment and OUT_DIR: what references are replaced from
     exports: dict[str, str]  # what the launcher adds beside ENV_VARS
+    checkpoints: Path | None = None  # where Megatron saves, None if it does not
+    keep: int | None = None  # how many checkpoints stay, None for all
+    resumes: bool = False
+    load: bool = False  # a checkpoint was found to continue from
+
+    @property
+    def sealed_as(self) -> str:
+        """What the seals of this run's checkpoints say."""
+        return NOISE_FLOOR if "MCE_NOISE_FLOOR" in self.exports else self.implementation
 
     @property
     def steps(self) -> int:
@@ -149,6 +177,7 @@ class Plan:
             *("--master-addr", machines.address, "--master-port", str(machines.port)),
             *self.entry,
             *self.config.argument_vector(self.variables),
+            *(("--load", str(self.checkpoints)) if self.load else ()),
         ]
 
     def as_shell(self) -> str:
@@ -163,12 +192,16 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         raise ConfigError(
             f"{config.path}, MODEL_ARGS: --train-iters is missing; give it there or use --steps."
         )
-    name = args.name if args.name is not None else args.impl
+    if args.noise_floor and args.impl != "native":
+        raise Refused(f"--noise-floor is a run of native against itself: use --impl native, not {args.impl}.")
+    name = args.name if args.name is not None else NOISE_FLOOR if args.noise_floor else args.impl
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise Refused(f"--name {name!r} cannot name files: use letters, digits and underscores.")
     folder = args.out if args.out is not None else Path("runs") / config.name
     variables = {**environ, "OUT_DIR": str(folder)}
     exports = {"OUT_DIR": str(folder)}
+    if args.noise_floor:
+        exports["MCE_NOISE_FLOOR"] = "1"
     device = (
         args.device or config.environment_values(variables).get("MCE_DEVICE") or environ.get("MCE_DEVICE")
     )
@@ -184,6 +217,8 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         if not text.isdecimal():
             raise Refused(f"NPUS_PER_NODE is {text!r}: expected a number of processes.")
         count = int(text)
+    root = resume.checkpoint_root(config, variables, folder, name)
+    config = resume.with_checkpoints(config, variables, root, args.save_every, args.resume)
     return Plan(
         name=name,
         implementation=args.impl,
@@ -196,17 +231,41 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         entry=[args.entry] if args.entry.endswith(".py") else ["-m", args.entry],
         variables=variables,
         exports=exports,
+        checkpoints=root if config.values("--save", variables) else None,
+        keep=checkpoints.KEPT if args.save_every is not None else None,
+        resumes=args.resume,
     )
+
+
+def _with_start(plan: Plan) -> Plan:
+    """Find the checkpoint to continue from, or make way for new ones. Raises Refused."""
+    root = plan.checkpoints
+    if root is None:
+        return plan
+    is_first_machine = plan.machines.node_rank == 0  # they share the checkpoints' disk
+    try:
+        if not plan.resumes:
+            if is_first_machine:
+                resume.begin_anew(root, is_ours=root.is_relative_to(plan.folder))
+            return plan
+        was_started = (plan.folder / f"{plan.name}.status.json").is_file()
+        iteration, sentences = resume.find(root, plan.sealed_as, was_started)
+        for sentence in sentences:
+            _complain(sentence)
+        if is_first_machine:
+            resume.settle(root, iteration)
+    except OSError as error:
+        raise Refused(f"The checkpoints in {root} cannot be used: {error.strerror or error}.") from error
+    return replace(plan, load=iteration > 0)
 
 
 # --- the log ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open ``<name>.log.partial`` for this launch alone; an earlier log, its verdict and limits make way."""
+def locked_log(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Open ``<name>.log.partial`` for this launch alone. Raises Refused."""
     partial = folder / f"{name}.log.partial"
-    finished = folder / f"{name}.log"
     try:
         log = partial.open("ab")
     except OSError as error:
@@ -218,18 +277,44 @@ def open_log(folder: Path, name: str) -> Iterator[BinaryIO]:
             raise Refused(
                 f"Another launch is writing {partial}: wait for it or give another --out."
             ) from None
+        yield log
+
+
+def begin_log(folder: Path, name: str, log: BinaryIO, resumes: bool = False) -> None:
+    """Begin the log of a run: an earlier log, its verdict and limits make way.
+
+    A run that `resumes` goes on in its earlier log instead.
+    """
+    if resumes:
+        _continue_log(folder, name, log)
+    else:
         log.truncate(0)
         if name == "native" and any((folder / f"native.log{packed}").exists() for packed in ("", ".gz")):
             # The noise floor is a distance from that earlier run. After a rerun of te alone it still holds.
             for packed in ("", ".gz"):
                 _put_aside(folder / f"noise_floor.log{packed}")
             (folder / "noise_floor.status.json").unlink(missing_ok=True)
-        _put_aside(finished)
+        _put_aside(folder / f"{name}.log")
         (folder / f"{name}.failed.log").unlink(missing_ok=True)
-        for judgement in VERDICT_FILES:  # it was passed on the earlier log
-            (folder / judgement).unlink(missing_ok=True)
-        _put_aside(folder / GATES_FILE)
-        yield log
+    for judgement in VERDICT_FILES:  # it was passed on the earlier log
+        (folder / judgement).unlink(missing_ok=True)
+    _put_aside(folder / GATES_FILE)
+
+
+def _continue_log(folder: Path, name: str, log: BinaryIO) -> None:
+    """Put what the earlier starts of this run printed at the beginning of `log`, if it is not there."""
+    earlier = [folder / f"{name}.failed.log", folder / f"{name}.log"]
+    if os.fstat(log.fileno()).st_size == 0:  # that start came to an end, if not a good one
+        for path in filter(Path.is_file, earlier):
+            with path.open("rb") as source:
+                shutil.copyfileobj(source, log)
+            break
+    log.flush()
+    for path in earlier:
+        path.unlink(missing_ok=True)
+    if os.fstat(log.fileno()).st_size:
+        log.write(b"\n")  # the last line may have been cut
+        log.flush()
 
 
 def _put_aside(file: Path) -> None:
@@ -242,10 +327,11 @@ def _put_aside(file: Path) -> None:
 class Tee(threading.Thread):
     """Copies what the ranks print to the terminal and to the log, byte for byte, as it comes."""
 
-    def __init__(self, source: BinaryIO, log: BinaryIO) -> None:
+    def __init__(self, source: BinaryIO, log: BinaryIO, watch: Callable[[bytes], None] | None = None) -> None:
         super().__init__(daemon=True, name="tee")
         self.source = source
         self.log: BinaryIO = log
+        self.watch = watch  # called with what has been written to the log
         self.log_error: OSError | None = None
 
     def run(self) -> None:
@@ -256,6 +342,8 @@ class Tee(threading.Thread):
                 try:
                     self.log.write(chunk)
                     self.log.flush()
+                    if self.watch is not None:
+                        self.watch(chunk)
                 except OSError as error:
                     self.log_error = error
             if terminal is not None:
@@ -361,7 +449,11 @@ def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:
         preexec_fn=processes.end_with_parent,
     )
     assert child.stdout is not None
-    tee = Tee(child.stdout, log)  # type: ignore[arg-type]
+    keeper = None
+    if plan.checkpoints is not None:
+        keeper = CheckpointKeeper(plan.checkpoints, plan.sealed_as, plan.keep)
+        keeper.start()
+    tee = Tee(child.stdout, log, keeper.watch if keeper is not None else None)  # type: ignore[arg-type]
     tee.start()
     try:
         reason = _wait(child, plan, tee, signals)
@@ -374,6 +466,10 @@ def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:
         processes.set_subreaper(False)
         tee.join(timeout=10)
         child.stdout.close()
+        if keeper is not None:
+            keeper.finish()
+            if keeper.problem is not None:
+                _complain(keeper.problem)
     if signals.number is not None:
         return 128 + signals.number, f"The run was stopped by {signal.Signals(signals.number).name}."
     if reason is None and tee.log_error is not None:
@@ -440,6 +536,11 @@ def _why_torchrun_failed(code: int, log: Path) -> str:
         tail = file.read().decode("utf-8", "replace")
     match = _ROOT_CAUSE.search(tail)
     last = re.search(r"^megatron_ce_adaptor: (.+)$", tail, re.MULTILINE)  # a refusal of the entry itself
+    full = next((words for words in resume.FULL_DISK if words in tail), None)
+    if full is not None:
+        return (
+            f"The training failed: {full}, most likely while it saved a checkpoint; earlier ones are whole."
+        )
     if match is None:
         return f"The training failed: torchrun ended with {code}." + (f" {last[1]}" if last else "")
     rank, exit_code = match["rank"], int(match["code"])

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 _FREE = frozenset(
     """
     cross_entropy_fusion_impl cross_entropy_loss_fusion
-    save load load_main_params_from_ckpt pretrained_checkpoint tensorboard_dir tensorboard_queue_size
+    save save_interval load load_main_params_from_ckpt pretrained_checkpoint
+    tensorboard_dir tensorboard_queue_size
     wandb_project wandb_exp_name wandb_save_dir wandb_entity one_logger_project one_logger_run_name
     data_cache_path memory_snapshot_path record_memory_history non_persistent_global_ckpt_dir
     non_persistent_local_ckpt_dir log_progress logging_level error_injection_rate

@@ -5,6 +5,9 @@ computed a loss prints one line, in this form, which the comparison reads::
 
     [rank 7] cross entropy: te 200 calls, native 0 calls, implementation reference
 
+Where checkpoints are saved, a line is printed before each of them too, and counting starts again: the sum of
+a rank's lines is right also where a later process that was killed printed none.
+
 and, if output layer and loss were computed in chunks of tokens, at its end
 ``, te 200 calls in chunks of at most 4096 tokens``. A loss in chunks is one call.
 
@@ -75,6 +78,16 @@ def count_native(original: Callable[..., Any]) -> Callable[..., Any]:
             _inside_native.active = False
 
     return counted
+
+
+def print_and_restart() -> None:
+    """Print the line of this rank now, if it has computed a loss since the last one, and count from 0."""
+    with _lock:
+        called = any(_counts.values())
+    if called:
+        _print_counts()
+        with _lock:
+            _counts.update(te=0, native=0)
 
 
 def summary_line() -> str:

@@ -222,7 +222,7 @@ def prepare_device(device: str, script: Path | None = None) -> None:
     Args:
         script: the pretrain script that will run, None for the installed megatron-core.
     """
-    from megatron_ce_adaptor.megatron import resume_fixes, wheel_fixes
+    from megatron_ce_adaptor.megatron import noise_floor, resume_fixes, wheel_fixes
 
     if device == "cpu":
         from megatron_ce_adaptor.megatron import cpu_device
@@ -233,6 +233,8 @@ def prepare_device(device: str, script: Path | None = None) -> None:
         _prepare_npu(script)
     wheel_fixes.apply()
     resume_fixes.apply()
+    if os.environ.get("MCE_NOISE_FLOOR", "0") not in ("", "0"):
+        noise_floor.apply()
 
 
 def _require_training_loop() -> None:

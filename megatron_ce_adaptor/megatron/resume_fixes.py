@@ -11,6 +11,9 @@ Three defects of Megatron-Core 0.18, each shown by a test that fails without its
 * The first line that ``training_log`` prints does not clear the sums it is made from, so the second line of
   every start shows the mean of two steps.  Where the first step has a line of its own, it is cleared.
 
+Beside them, every rank prints its cross-entropy calls before a checkpoint is saved (:mod:`.call_counter`), so
+that the sum over all starts covers every step, whatever ended them.
+
 Optimizers of TransformerEngine, apex and Megatron's CPU offloading keep their step elsewhere and are left
 alone.
 """
@@ -25,6 +28,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megatron_ce_adaptor.megatron import call_counter
 
 
 def _is_torch_adam(optimizer: Any) -> bool:
@@ -115,12 +120,23 @@ def one_line_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
+def counts_before_saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``save_checkpoint``: the counts are in the log before Megatron says that it is saved."""
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        call_counter.print_and_restart()
+        return original(*args, **kwargs)
+
+    return save_checkpoint
+
+
 def _wrap(holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
     original = getattr(holder, name, None)
     if original is not None and not getattr(original, "mce_resume_fix", False):
         wrapped = wrapper(original)
         if wrapped is not original:
-            wrapped.mce_resume_fix = True  # type: ignore[attr-defined]
+            wrapped.mce_resume_fix = True
             setattr(holder, name, wrapped)
 
 
@@ -132,3 +148,4 @@ def apply() -> None:
     if importlib.util.find_spec("megatron.training") is not None:
         training = importlib.import_module("megatron.training.training")
         _wrap(training, "training_log", one_line_one_step)
+        _wrap(training, "save_checkpoint", counts_before_saving)

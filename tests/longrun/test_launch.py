@@ -214,8 +214,8 @@ def test_later_run_puts_the_earlier_log_aside(config: Path, tmp_path: Path) -> N
 
 
 def launch_log(out: Path, name: str) -> None:
-    with launch.open_log(out, name):
-        pass
+    with launch.locked_log(out, name) as log:
+        launch.begin_log(out, name, log)
 
 
 @pytest.mark.parametrize("name", ["native", "te"])
