@@ -40,6 +40,90 @@ def dense(p: Problem, upstream: torch.Tensor, **terms) -> list[torch.Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, inputs, upstream.double())]
 
 
+class MainGrad:
+    """A buffer of somebody else's, which holds ones."""
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        self.total = torch.ones_like(like, dtype=dtype)
+
+    def buffer(self) -> torch.Tensor:
+        return self.total
+
+    def stand_in(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("into_buffer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_foreseen_upstream_gradient_and_others(dtype, into_buffer):
+    """Its multiples are a multiplication; anything else, and a second backward, is computed again."""
+    p = Problem.make((13,), 6, 11, dtype=dtype)
+    draw = torch.Generator().manual_seed(1)
+    weights = torch.rand(13, dtype=torch.float64, generator=draw)
+    mask = (weights > 0.4).double()
+    close = {"tolerance": 1e-12 if dtype == torch.float64 else 2e-3}
+    for foreseen, upstream, foretold in (
+        (mask, mask / 7, True),
+        (mask, mask * -3, True),
+        (mask, mask * 0, True),
+        (weights, weights * 0.3, True),
+        (mask, weights, False),
+        (mask, mask + 1e-3 * (1 - mask), False),
+        (mask * 0, mask, False),
+    ):
+        expected = dense(p, upstream)
+        inputs = [x.clone().requires_grad_() for x in (p.hidden, p.weight, p.bias)]
+        main = MainGrad(p.weight, torch.float64 if dtype == torch.float64 else torch.float32)
+        settings = options(11, 4, weight_gradient=main if into_buffer else None)
+        passes = CountedPasses()
+        with passes:
+            loss, _ = loss_per_token(inputs[0], inputs[1], p.labels, settings, inputs[2], foreseen)
+        assert passes.gradients == 4
+        assert_close(loss, expected[0], "loss", **close)
+        for again in (False, True):
+            with passes:
+                found = list(
+                    torch.autograd.grad(
+                        loss, inputs, upstream.to(loss.dtype), retain_graph=True, allow_unused=into_buffer
+                    )
+                )
+            assert passes.gradients == (0 if foretold and not again else 4)
+            if into_buffer:
+                assert found[1] is None
+                found[1] = main.total - 1
+                main.total.fill_(1)
+            for actual, wanted in zip(found, expected[1:], strict=True):
+                if wanted.any():
+                    assert_close(actual, wanted, "gradient", **close)
+                else:
+                    assert not actual.any()
+
+
+class CountedPasses:
+    """Counts the chunks whose gradient is computed inside."""
+
+    def __enter__(self) -> None:
+        self.gradients = 0
+        self._original = walk.Gradients.take
+
+        def take(*args):
+            self.gradients += 1
+            self._original(*args)
+
+        walk.Gradients.take = take
+
+    def __exit__(self, *exception: object) -> None:
+        walk.Gradients.take = self._original
+
+
+def test_a_foreseen_gradient_that_is_none_is_refused():
+    p = Problem.make((13,), 6, 11)
+    with pytest.raises(
+        ValueError, match=r"foreseen has shape \(12,\), expected one number for each of the 13"
+    ):
+        loss_per_token(p.hidden, p.weight, p.labels, options(11, 4), p.bias, torch.ones(12))
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
 @pytest.mark.parametrize("form", ["per token", "weighted"])
 def test_any_gradient_of_each_token(form, chunk_tokens):

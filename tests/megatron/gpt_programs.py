@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,17 @@ class Variant:
     fused: bool = False  # the output layer adds to main_grad itself
     ddp: bool = False
     mup: bool = False
+
+
+def as_this_version_has_it(variant: Variant) -> Variant:
+    """From 0.19 on multi-token prediction needs logits, and is refused; 0.16 has no MuP."""
+    prepare()
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    needs_logits = hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts")
+    scales = hasattr(TransformerConfig, "use_mup")
+    return dataclasses.replace(variant, mtp=variant.mtp and not needs_logits, mup=variant.mup and scales)
 
 
 def build(variant: Variant) -> Any:
@@ -173,8 +185,9 @@ def assert_equal(
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
-def version(rank: int) -> str:
-    """Of the Megatron-Core that is tested here."""
+def version_in(rank: int, folder: str) -> str:
+    """Of the Megatron-Core that is tested here: the one in `folder`."""
+    sys.path.insert(0, folder)
     prepare()
     from megatron_ce_adaptor import patch_status
 
@@ -184,9 +197,6 @@ def version(rank: int) -> str:
 def equal_with_and_without(rank: int) -> tuple[str, int]:
     """In fp32, to rounding, for every chunk size, gradients in forward and in backward; the line at exit and
     the number of losses in chunks."""
-    prepare()
-    from megatron.core.transformer import multi_token_prediction
-
     from megatron_ce_adaptor.megatron.call_counter import summary_line
 
     calls = 0
@@ -196,8 +206,7 @@ def equal_with_and_without(rank: int) -> tuple[str, int]:
         Variant(sequence_parallel=True, mtp=True, mup=True),
         Variant(tied=True, mtp=True),
     ):
-        if hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"):  # needs logits: refused
-            variant = dataclasses.replace(variant, mtp=False)
+        variant = as_this_version_has_it(variant)
         model = build(variant)
         whole = step(model, None)
         assert all(grad.norm() > 0 for grad in whole.values())
@@ -216,6 +225,7 @@ def data_parallel(rank: int) -> None:
         Variant(tied=True, ddp=True),
         Variant(sequence_parallel=True, tied=True, mtp=True, ddp=True),
     ):
+        variant = as_this_version_has_it(variant)
         whole = step(build(variant), None)
         model = build(dataclasses.replace(variant, fused=True))
         for gradients in ("forward", "backward"):
