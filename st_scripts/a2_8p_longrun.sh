@@ -6,6 +6,9 @@
 #   DATA_PATH=.../enwiki_text_document TOKENIZER_MODEL=.../tokenizer bash st_scripts/a2_8p_longrun.sh
 #
 #   --impl WHICH   train only `native` or only `te`, default both; compared as soon as the folder holds both
+#   --save-every N a checkpoint every N steps, the two newest of each run in DIR/checkpoints (or in CKPT_DIR)
+#   --resume       continue where an earlier call with the same arguments ended; what is complete is not run again
+#   --noise-floor  a third run: native with its first logits off by one ulp, drawn beside te's error in the report
 #   --out DIR      the folder to hand in, default runs/a2_8p
 # Variables, as in MindSpeed's system tests:
 #   DATA_PATH        prefix of .bin and .idx, without the suffix          TRAIN_ITERS   steps of each run (2000)
@@ -27,10 +30,16 @@ source "$(dirname "$SCRIPT")/pretrain_common.sh"
 
 implementations=(native te)
 out=runs/a2_8p
+more=()
+resume=0
+noise_floor=0
 while [ $# -gt 0 ]; do
   case "$1" in
     --impl) need_value "$1" $#; choose_implementations "$2"; shift 2 ;;
     --out) need_value "$1" $#; out="$(caller_path "$2")"; shift 2 ;;
+    --save-every) need_value "$1" $#; more+=(--save-every "$2"); shift 2 ;;
+    --resume) resume=1; shift ;;
+    --noise-floor) noise_floor=1; shift ;;
     -h | --help) show_help; exit 0 ;;
     *) die 2 "unknown argument $1; see --help." ;;
   esac
@@ -78,18 +87,23 @@ if [ -n "${VOCAB_FILE:-}${MERGE_FILE:-}" ] && [ -z "${TOKENIZER_MODEL:-}" ] && [
 fi
 checkpoints="${CKPT_DIR:-}"
 
-for implementation in "${implementations[@]}"; do
-  [ -z "$checkpoints" ] || CKPT_DIR="$(caller_path "$checkpoints")/$implementation"
+train() { # train NAME IMPLEMENTATION ARGUMENTS...
+  local name="$1" implementation="$2" words=("${@:3}" "${more[@]}")
+  # What was never started begins at step 1.
+  if [ "$resume" = 1 ] && [ -f "$out/$name.status.json" ]; then words+=(--resume); fi
+  [ -z "$checkpoints" ] || CKPT_DIR="$(caller_path "$checkpoints")/$name"
   if [ "$dry_run" != 0 ]; then
-    printf '# --- %s\ncd %q\nsource st_scripts/env_%s.sh || true\n' "$implementation" "$REPO" "$DEVICE"
+    printf '# --- %s\ncd %q\nsource st_scripts/env_%s.sh || true\n' "$name" "$REPO" "$DEVICE"
     for name in MEGATRON_PATH ASCEND_RT_VISIBLE_DEVICES MCE_IMPLEMENTATION MCE_OVERWRITE TE_PARALLEL_CE_FORCE_TRITON; do
       [ -z "${!name:-}" ] || printf 'export %s=%q\n' "$name" "${!name}"
     done
   else
-    say "Training with $implementation ..."
+    say "Training with $implementation${words[*]:+ (${words[*]})} ..."
   fi
-  (run_pretrain "$implementation" --out "$out")
-done
+  (run_pretrain "$implementation" --out "$out" "${words[@]}")
+}
+for implementation in "${implementations[@]}"; do train "$implementation" "$implementation"; done
+[ "$noise_floor" = 0 ] || train noise_floor native --noise-floor
 [ "$dry_run" = 0 ] || exit 0
 
 if [[ "$out" == *.node"$node_rank" ]]; then

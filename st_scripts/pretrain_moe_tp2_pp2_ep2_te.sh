@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Pretrain the MoE GPT on TP2 PP2 EP2 with Megatron's cross entropy `te`, on NPUs, GPUs or CPU cores.
 #
-#   bash st_scripts/pretrain_moe_tp2_pp2_ep2_te.sh [--steps N] [--out DIR] [--dry-run] [more of `megatron-ce pretrain`]
+#   bash st_scripts/pretrain_moe_tp2_pp2_ep2_te.sh [--steps N] [--out DIR] [--save-every N [--resume]] [--dry-run] ...
+#
+# and all else that `megatron-ce pretrain --help` lists.
 #
 # Variables, as in MindSpeed's system tests; what is not set is as the configuration says:
 #   NPUS_PER_NODE (8) NNODES (1) NODE_RANK (0) MASTER_ADDR MASTER_PORT   processes and machines

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_ce_adaptor.longrun import environment
 from megatron_ce_adaptor.longrun.files import write_atomically
+from megatron_ce_adaptor.longrun.resume import FOLDER as CHECKPOINTS
 
 README, ENVIRONMENT, CHECKSUMS, SCRIPTS = "README.md", "environment.txt", "sha256sums.txt", "scripts"
 
@@ -152,7 +153,10 @@ def _checksums(folder: Path) -> str:
     files = sorted(
         file
         for file in folder.rglob("*")
-        if file.is_file() and file.name != CHECKSUMS and not file.name.startswith(".")
+        if file.is_file()
+        and file.name != CHECKSUMS
+        and not file.name.startswith(".")
+        and file.relative_to(folder).parts[0] != CHECKPOINTS
     )
     return "".join(
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}\n" for file in files

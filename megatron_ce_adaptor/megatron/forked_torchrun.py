@@ -61,8 +61,8 @@ def _run_rank(train: Callable[[], None]) -> None:
     try:
         train()
     except SystemExit as leaving:
-        # Megatron's way to stop early. A process that leaves this way hands the agent no return value, and the
-        # agent waits for one for ever, unless the exit status says that it failed.
+        # Megatron's way to stop early. A process that leaves this way hands the agent no return value, and
+        # the agent waits for one for ever, unless the exit status says that it failed.
         if leaving.code not in (None, 0):
             raise
     atexit._run_exitfuncs()
