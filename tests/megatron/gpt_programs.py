@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ce_adaptor.megatron import loss_chunks
 
-SEQUENCE, BATCH, HIDDEN, VOCABULARY = 12, 2, 16, 96
+SEQUENCE, BATCH, HIDDEN, VOCABULARY = 16, 2, 16, 96
 TOKENS = SEQUENCE * BATCH
 SIZES = (1, 5, TOKENS, 10 * TOKENS)  # one token, one that does not divide, all, more than there are
 
@@ -74,7 +74,7 @@ def build(variant: Variant) -> Any:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
-        num_attention_heads=2,
+        num_attention_heads=max(2, dist.get_world_size()),
         tensor_model_parallel_size=dist.get_world_size(),
         sequence_parallel=variant.sequence_parallel and dist.get_world_size() > 1,
         params_dtype=dtype,
@@ -236,7 +236,7 @@ def data_parallel(rank: int) -> None:
 
 
 def in_bf16(rank: int) -> None:
-    """Chunks of 3 of 24 tokens are hardly further from fp32 than the whole is."""
+    """Chunks of 3 of 32 tokens are hardly further from fp32 than the whole is."""
     exact = step(build(Variant(ddp=True)), None)
 
     def distances(found: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -50,7 +50,7 @@ def test_no_logits_and_hidden_states_exchanged_once(ranks: RankPool) -> None:
     for found in ranks.run(programs.logits_and_collectives, environment=QUIET):
         rows, whole = found["whole"]
         assert rows == programs.TOKENS
-        chunks, micro_batches = 5, 2
+        chunks, micro_batches = -(-programs.TOKENS // 5), 2
         rows, forward = found["forward"]
         assert rows == 5
         # a gather of hidden states less, a gather of statistics for each chunk in place of one
