@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -59,17 +60,17 @@ def test_equals_dense(device: Device, rank_pools: Pools, world_size: int, dtype:
     """HAZARDS 9: smoothing and logits x1 and x1000, ignored targets, both reductions, z-loss, all with
     statistics."""
     calls = []
-    for label_smoothing in (0.0, 0.1):
-        for scale in (1.0, 1000.0):
-            for reduce_loss in (False, True):
-                logits, target = example(3, 4, vocab=world_size * 33, dtype=dtype, scale=scale)
-                target[1, 2] = -100
-                shape = () if reduce_loss else (3, 4)
-                upstream = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(
-                    compute_dtype(dtype)
-                )
-                options = {"label_smoothing": label_smoothing, "reduce_loss": reduce_loss}
-                calls.append(Call(logits, target, upstream, options, device=device.type))
+    combinations = list(itertools.product((0.0, 0.1), (1.0, 1000.0), (False, True)))
+    leading = (3, 4)
+    if device.name == "interpreter":  # every two together, not every three, and few rows: it is slow
+        combinations = [(0.0, 1.0, False), (0.0, 1000.0, True), (0.1, 1.0, True), (0.1, 1000.0, False)]
+        leading = (2, 3)
+    for label_smoothing, scale, reduce_loss in combinations:
+        logits, target = example(*leading, vocab=world_size * 33, dtype=dtype, scale=scale)
+        target[1, 2] = -100
+        upstream = torch.randn(() if reduce_loss else leading, generator=torch.Generator().manual_seed(5))
+        options = {"label_smoothing": label_smoothing, "reduce_loss": reduce_loss}
+        calls.append(Call(logits, target, upstream.to(compute_dtype(dtype)), options, device=device.type))
     logits, target = example(5, vocab=world_size * 33, dtype=dtype, scale=3.0)
     target[3] = 7
     for options in (

@@ -31,8 +31,9 @@ START_LIMIT_S = 240.0
 
 CALL_LIMIT_S = 120.0
 
-PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "megatron_ce_adaptor.cross_entropy"]
-"""Imported once for all ranks. Nothing here starts a thread or touches a GPU, which a fork would not survive."""
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "triton", "megatron_ce_adaptor.cross_entropy"]
+"""Imported once for all ranks, where it is there. None of these starts a thread or touches a GPU, which a
+fork would not survive."""
 
 GRACE_S = 5.0
 """How long the other ranks get to answer after one has raised or died: they may be waiting for it in a
@@ -106,7 +107,7 @@ class RankPool:
         self._processes, self._connections, self._folder = [], [], None
 
     def _start(self) -> None:
-        # Ranks are forks of one process that has torch, because each would take seconds of a core to import it.
+        # Ranks are forks of one process that has torch: each would take seconds of a core to import it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="tp_harness_"))
