@@ -172,17 +172,16 @@ def step(
     return found
 
 
-def assert_equal(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
-) -> None:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """But for roundings: losses of tokens that count within 1e-6, each gradient's norm within 1e-5."""
     assert actual.keys() == expected.keys()
     assert actual["loss"].dtype == expected["loss"].dtype == torch.float32
     assert actual["loss"].shape == (BATCH, SEQUENCE)
     mask = Batch.make().mask
     for name in expected:
         a, e = (x * mask if name == "loss" else x for x in (actual[name], expected[name]))
-        error = float((a - e).norm() / e.norm())
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+        error, size = float((a - e).norm()), float(e.norm())
+        assert error <= (1e-6 if name == "loss" else 1e-5) * size, f"{name}: {error:.2e} of {size:.2e}"
 
 
 def version_in(rank: int, folder: str) -> str:
@@ -209,10 +208,12 @@ def equal_with_and_without(rank: int) -> tuple[str, int]:
         variant = as_this_version_has_it(variant)
         model = build(variant)
         whole = step(model, None)
-        assert all(grad.norm() > 0 for grad in whole.values())
+        assert all(
+            whole[f"decoder.{name}.weight"].any() for name in ("final_layernorm", "layers.0.mlp.linear_fc2")
+        )
         for size in SIZES:
             for gradients in ("forward", "backward"):
-                assert_equal(step(model, size, gradients), whole, 1e-6)
+                assert_equal(step(model, size, gradients), whole)
                 calls += 4 if variant.mtp else 2
     return summary_line(), calls
 
@@ -229,7 +230,7 @@ def data_parallel(rank: int) -> None:
         whole = step(build(variant), None)
         model = build(dataclasses.replace(variant, fused=True))
         for gradients in ("forward", "backward"):
-            assert_equal(step(model, 5, gradients), whole, 1e-6)
+            assert_equal(step(model, 5, gradients), whole)
             shared = model.module.shared_embedding_or_output_weight()
             weight = shared if variant.tied else model.module.output_layer.weight
             assert weight.grad_added_to_main_grad
@@ -265,7 +266,7 @@ def any_upstream(rank: int) -> None:
     known = ((batch.labels >= 0) & (batch.labels < VOCABULARY)).float()
     for upstream in (noise * batch.mask, batch.mask * -3, batch.mask + 1e-5 * known, noise * known):
         whole = step(model, None, upstream=upstream)
-        assert_equal(step(model, 5, upstream=upstream), whole, 1e-6)
+        assert_equal(step(model, 5, upstream=upstream), whole)
     found = step(model, 5, upstream=torch.zeros(BATCH, SEQUENCE))
     assert not any(grad.any() for name, grad in found.items() if name != "loss")
     step(model, 5, upstream=batch.mask + rank * noise.abs())

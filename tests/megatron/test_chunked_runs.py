@@ -15,7 +15,7 @@ UNTIE = "--untie-embeddings-and-output-weights"
 MOE = [word for word in TINY_GPT if word != UNTIE] + [*EIGHT_RANK_MOE, "--mtp-num-layers", "1"]
 DENSE = [
     *(*TINY_GPT, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
-    *("--global-batch-size", "2", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--global-batch-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
 ]
 
