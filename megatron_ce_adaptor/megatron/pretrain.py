@@ -9,7 +9,8 @@ computes output layer and loss in chunks of so many tokens, as MCE_LOSS_CHUNK_TO
 Runs on the megatron-core wheel alone (:mod:`.gpt_providers` stands in for the ``pretrain_gpt.py`` that the
 wheel lacks).  With MEGATRON_PATH set to a Megatron-LM checkout, that checkout's ``pretrain_gpt.py`` runs in
 its place, after the same preparation.  MCE_DEVICE=cpu|cuda|npu chooses the device; by default CUDA if there
-is any, then an NPU if torch_npu is installed, then the CPU with gloo.
+is any, then an NPU if torch_npu is installed, then the CPU with gloo.  MCE_RANKS_ON_ONE_DEVICE=1 puts all
+ranks of a machine on its first GPU (st_scripts/ranks_on_one_gpu.sh has what NCCL needs for that).
 
 Exit status 2 means that the command line or the environment cannot work; the reason is the one line on
 standard error.
@@ -328,6 +329,8 @@ def prepare(argv: Sequence[str], world_size: int) -> Callable[[], None]:
 
 def main() -> None:
     """Entry point of ``python -m megatron_ce_adaptor.megatron.pretrain``."""
+    if os.environ.get("MCE_RANKS_ON_ONE_DEVICE", "0") not in ("", "0"):
+        os.environ["LOCAL_RANK"] = "0"  # what Megatron takes the device's number from
     try:
         train = prepare(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except UsageError as error:
