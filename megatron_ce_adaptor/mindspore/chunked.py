@@ -253,8 +253,7 @@ def _walk(
     losses: list[Tensor] = []
     statistics: list[list[Tensor]] = [[], [], [], []]
     loss = call.loss
-    for start in range(0, hidden.shape[0], call.chunk_tokens):
-        chunk, own = hidden[start : start + call.chunk_tokens], labels[start : start + call.chunk_tokens]
+    for chunk, own in runtime.blocks(call.chunk_tokens, hidden, labels) if labels.shape[0] else []:
         logits = runtime.matrix(chunk, weight, transpose_b=True)
         if bias is not None:
             logits = logits + bias

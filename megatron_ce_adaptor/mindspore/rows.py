@@ -89,8 +89,9 @@ def row_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
         return mint.cat([nothing, zeros, nothing, *([zeros] * (terms.kinds - 3))])
     local, here = local_targets(labels, terms.first_column, columns)
     found: list[list[Tensor]] = [[] for _ in range(terms.kinds)]
-    for rows in runtime.row_blocks(n, columns, runtime.is_on_cpu(logits)):
-        of_block = _block_statistics(logits[rows].astype(acc), local[rows], here[rows], terms)
+    step = runtime.rows_of_a_block(columns, runtime.is_on_cpu(logits))
+    for x, column, holds in runtime.blocks(step, logits, local, here):
+        of_block = _block_statistics(x.astype(acc), column, holds, terms)
         for collected, kind in zip(found, of_block, strict=True):
             collected.append(kind)
     return concatenated([piece for kind in found for piece in kind])
@@ -127,7 +128,7 @@ def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | 
         agree: 0-d bool; where false, all results become NaN.
     """
     n, smoothing, z = labels.shape[0], terms.label_smoothing, terms.z_loss_weight
-    tables = [piece.reshape(terms.kinds, n) for piece in gathered]
+    tables = [mint.split(piece, n) for piece in gathered]
     labels = labels.astype(ms.int64)
     live = labels != terms.ignore_index
     known = ops.logical_and(labels >= 0, labels < terms.total_columns)
@@ -219,20 +220,20 @@ def gradient(
     exact = ops.where(live, exact, 0.0)
     local, here = local_targets(labels, terms.first_column, columns)
 
-    def block(rows: slice) -> Tensor:
-        values = mint.exp(logits[rows].astype(acc) - peak[rows].unsqueeze(1)) * factor[rows].unsqueeze(1)
+    def block(x: Tensor, *of_rows: Tensor) -> Tensor:
+        alive, top, times, less, at_row, column, holds = (kind.unsqueeze(1) for kind in of_rows)
+        values = mint.exp(x.astype(acc) - top) * times
         if terms.label_smoothing > 0:
-            less = per_class[rows].unsqueeze(1)
             values = values - (less if terms.weights is None else less * terms.weights.columns)
-        values = ops.where(live[rows].unsqueeze(1), values, 0.0)
-        index, holds = local[rows].unsqueeze(1), here[rows].unsqueeze(1)
-        at_target = ops.where(holds, exact[rows].unsqueeze(1), mint.gather(values, 1, index))
-        return mint.scatter(values, 1, index, at_target).astype(logits.dtype)
+        values = ops.where(alive, values, 0.0)
+        at_target = ops.where(holds, at_row, mint.gather(values, 1, column))
+        return mint.scatter(values, 1, column, at_target).astype(logits.dtype)
 
-    blocks = runtime.row_blocks(n, columns, runtime.is_on_cpu(logits))
+    step = runtime.rows_of_a_block(columns, runtime.is_on_cpu(logits))
+    blocks = runtime.blocks(step, logits, live, peak, factor, per_class, exact, local, here)
     if len(blocks) == 1:
-        return block(blocks[0])
+        return block(*blocks[0])
     out = mint.empty((n, columns), dtype=logits.dtype)
-    for rows in blocks:
-        out[rows] = block(rows)
+    for index, tensors in enumerate(blocks):
+        out[index * step : (index + 1) * step] = block(*tensors)
     return out

@@ -39,10 +39,17 @@ def accumulation_dtype(tensor: Tensor) -> Any:
     return ms.float64 if tensor.dtype == ms.float64 else ms.float32
 
 
-def row_blocks(rows: int, columns: int, on_cpu: bool) -> list[slice]:
-    """Slices of rows, of as many elements as a block may have."""
-    step = max(1, (_CPU_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (max(columns, 1) * 4))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+def rows_of_a_block(columns: int, on_cpu: bool) -> int:
+    """How many rows of so many columns a block may have."""
+    return max(1, (_CPU_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (max(columns, 1) * 4))
+
+
+def blocks(step: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The tensors [N, ...] in blocks of `step` rows, views of them: one operator a tensor, where every index
+    into one would wait until the operators before it are launched."""
+    if not tensors or tensors[0].shape[0] <= step:
+        return [tensors]
+    return list(zip(*(mint.split(tensor, step) for tensor in tensors), strict=True))
 
 
 def matrix(a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:

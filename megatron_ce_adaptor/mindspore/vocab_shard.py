@@ -154,19 +154,25 @@ class VocabShard(NamedTuple):
         header = Tensor([given // 65536, given % 65536], rows.dtype)
         gathered = runtime.all_gather(mint.cat([rows, header]), self.group)
         length = rows.shape[0]
+        split = [mint.split(piece, [length, HEADER]) for piece in gathered]
+        headers = mint.cat([header for _, header in split])
         agree = None
-        if runtime.is_on_cpu(rows) or self.sizes not in _compared.get(self.group, ()):
-            headers = mint.cat([piece[length:] for piece in gathered]).asnumpy().reshape(-1, HEADER)
-            self.compare([int(high) * 65536 + int(low) for high, low in headers])
+        if self.must_compare(rows):
+            numbers = headers.asnumpy().reshape(-1, HEADER)
+            self.compare([int(high) * 65536 + int(low) for high, low in numbers])
         else:
-            agree = self._agreement([piece[length:] for piece in gathered])
+            agree = self._agreement(headers)
         self.raise_if_misfit()
-        return [piece[:length] for piece in gathered], agree
+        return [statistics for statistics, _ in split], agree
 
-    def _agreement(self, headers: list[Tensor]) -> Tensor:
+    def must_compare(self, tensor: Tensor) -> bool:
+        """Whether this call looks at the gathered sizes."""
+        return runtime.is_on_cpu(tensor) or self.sizes not in _compared.get(str(self.group), ())
+
+    def _agreement(self, headers: Tensor) -> Tensor:
         sizes = self.sizes or (self.columns,) * self.world_size
-        expected = Tensor([part for size in sizes for part in divmod(size, 65536)], headers[0].dtype)
-        return (mint.cat(headers) == expected).all()
+        expected = Tensor([part for size in sizes for part in divmod(size, 65536)], headers.dtype)
+        return (headers == expected).all()
 
     def raise_if_misfit(self) -> None:
         """Raises ValueError where this rank's logits or the class weights are known not to fit."""
