@@ -21,6 +21,9 @@ from megatron_ce_adaptor.vocab_shard import VocabShard
 __all__ = ["CrossEntropyStatistics", "parallel_cross_entropy"]
 
 
+_increment_version = torch.autograd.graph.increment_version
+
+
 class CrossEntropyStatistics(NamedTuple):
     """Per-token statistics, each of the target's shape (2-D inp: [N]), without gradient.
 
@@ -246,7 +249,7 @@ class _CrossEntropy(torch.autograd.Function):
                 plan.module, logits, labels, saved, grad_rows, grad, plan.terms, class_weights, plan.memo
             )
         if ctx.overwrite:
-            torch.autograd.graph.increment_version(grad)
+            _increment_version(grad)
             ctx.overwritten = True
         if not weights:
             return grad, None, None, None, None

@@ -4,11 +4,12 @@
 #   bash st_scripts/test.sh [--only style|unit|megatron|ascend|mindspore] [--help]
 #
 #   style      ruff, mypy, import-linter, shellcheck
-#   unit       tests/unit, tests/longrun, tests/benchmarks, tests/dtensor and tests/losses, then the Triton kernels in
-#              the interpreter
+#   unit       tests/unit, tests/longrun, tests/benchmarks, tests/dtensor and tests/losses, in one run; then the Triton
+#              kernels in the interpreter
 #   megatron   tests/megatron with Megatron-Core 0.16.1 to 0.19.0, then a short comparison on 8 CPU processes
 #   ascend     the NPU's kernels: compiled for the 910B3 with three versions of the compiler, run in the interpreter
 #   mindspore  does not exist yet
+# What the last two parts need is installed in the background while the first ones run.
 # All parts run even if one fails. Exit status: 0 all passed, 1 a part failed (it is named), 2 bad arguments.
 set -euo pipefail
 SCRIPT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$(basename "${BASH_SOURCE[0]}")"
@@ -49,8 +50,26 @@ attempt() { # attempt NAME COMMAND...: run it, remember NAME if it fails, go on
   fi
 }
 run_pytest() { "$VENV_PYTHON" -m pytest -q "$@"; }
-# Two processes, each with files of its own: for tests that use one core most of the time.
+# Two processes: for tests that use one core most of the time. A file's tests stay together, and with them the ranks that
+# its fixtures keep.
 run_pytest_by_two() { run_pytest -n 2 --dist loadfile "$@"; }
+
+background="$(mktemp -d)"
+declare -A process_of=()
+trap 'kill "${process_of[@]}" 2> /dev/null || true; rm -rf "$background"' EXIT
+begin() { # begin NAME COMMAND...: run it beside what follows
+  local name="$1"
+  shift
+  "$@" > "$background/$name" 2>&1 &
+  process_of[$name]=$!
+}
+finish() { # finish NAME: wait for it, show what it printed, return its status
+  local status=0
+  wait "${process_of[$1]}" || status=$?
+  unset "process_of[$1]"
+  cat "$background/$1"
+  return "$status"
+}
 
 run_style() {
   attempt "style/ruff" "$VENV/bin/ruff" check .
@@ -61,16 +80,14 @@ run_style() {
 }
 
 run_unit() {
-  attempt "unit" run_pytest_by_two tests/unit tests/longrun tests/benchmarks
-  attempt "unit/dtensor" run_pytest tests/dtensor
-  attempt "unit/losses" run_pytest tests/losses
+  attempt "unit" run_pytest_by_two tests/unit tests/longrun tests/benchmarks tests/dtensor tests/losses
   # A process of its own: Triton reads TRITON_INTERPRET when it is imported.
   attempt "unit/interpreter" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q -n 2 --dist worksteal tests/unit tests/losses -m interpreter
 }
 
 run_megatron() {
-  attempt "megatron/versions" other_megatrons
-  MCE_MEGATRON_WHEELS="$REPO/.venvs/megatron" attempt "megatron" run_pytest tests/megatron
+  attempt "megatron/versions" finish megatron_versions
+  MCE_MEGATRON_WHEELS="$REPO/.venvs/megatron" attempt "megatron" run_pytest_by_two tests/megatron
   attempt "megatron/comparison" bash st_scripts/quickstart.sh --steps 10 --out runs/test
 }
 # The other versions go beside the environment, each alone in .venvs/megatron/VERSION, to be put on PYTHONPATH.
@@ -86,12 +103,18 @@ other_megatrons() {
 }
 
 run_ascend() {
-  attempt "ascend/toolchain" bash st_scripts/setup_npu_gate.sh
+  attempt "ascend/toolchain" finish npu_toolchain
   attempt "ascend" run_pytest tests/ascend
   attempt "ascend/interpreter" env TRITON_INTERPRET=1 MCE_TRITON_KERNELS=ascend "$VENV_PYTHON" -m pytest -q -n 2 --dist worksteal tests/unit -m interpreter
   attempt "ascend/kernels" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/ascend -m interpreter
 }
 
+for part in "${parts[@]}"; do
+  case "$part" in
+    megatron) begin megatron_versions other_megatrons ;;
+    ascend) begin npu_toolchain bash st_scripts/setup_npu_gate.sh ;;
+  esac
+done
 for part in "${parts[@]}"; do "run_$part"; done
 if [ ${#failed[@]} -gt 0 ]; then
   say "FAILED: ${failed[*]}"

@@ -294,7 +294,7 @@ class _ForwardAgain:
         loss = empty((n,), (1,), dtype)
         saved = empty((3, n), (n, 1), dtype)
         stats = empty((4, n), (n, 1), dtype) if self._statistics else None
-        self._call(logits, target, saved, loss, saved, saved if stats is None else stats, saved, saved)
+        self._call.launch(logits, target, saved, loss, saved, saved if stats is None else stats, saved, saved)
         return loss, saved, stats
 
 
@@ -363,7 +363,7 @@ class _GradientAgain:
         if self._kind_of(logits, target, grad_loss) != kind or not call.is_on_current_device():
             return None
         out = logits.detach() if overwrite else self._empty(self._shape, kind[1], kind[2])
-        call(out if overwrite else logits, out, target, grad_loss, saved, saved, saved)
+        call.launch(out if overwrite else logits, out, target, grad_loss, saved, saved, saved)
         return out
 
 

@@ -82,21 +82,30 @@ class PreparedCall:
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches on the current stream of the tensors' device."""
-        index = self._index
+        if self.is_on_current_device():
+            self.launch(*tensors)
+        else:  # Triton launches on the current device, where the tensors need not be
+            with torch.cuda.device(self._index):
+                self.launch(*tensors)
+
+    def launch(self, *tensors: Tensor) -> None:
+        """The same on the current device, which has to be the tensors'."""
         launched = self._launch
-        if launched is None or _is_observed(self._jit):
+        # A profiler or debugger that hooks into launches is called by the JIT.
+        if (
+            launched is None
+            or _runtime.launch_enter_hook.calls
+            or _runtime.launch_exit_hook.calls
+            or self._jit.pre_run_hooks
+        ):
             self._through_jit(tensors)
-            return
-        if index != _current_device():  # Triton launches there, where the tensors need not be
-            with torch.cuda.device(index):
-                self(*tensors)
             return
         launch, before, after = launched
         pointers = [tensor.data_ptr() for tensor in tensors]
         if self._leads:
             for place, lead in self._leads:
                 pointers[place] -= lead * tensors[place].element_size()
-        launch(self._programs, 1, 1, _current_stream(index), *before, *after, *pointers, *self._tail)
+        launch(self._programs, 1, 1, _current_stream(self._index), *before, *after, *pointers, *self._tail)
 
     def _through_jit(self, tensors: tuple[Tensor, ...]) -> None:
         shifted = list(tensors)
@@ -110,11 +119,6 @@ class PreparedCall:
             compiled = self._jit[(self._programs,)](*shifted, *self._tail, **self._options)
         if _DIRECT and self._device.type == "cuda":
             self._launch = _compiled[self._variant] = _launch_of(compiled)
-
-
-def _is_observed(jit: Any) -> bool:
-    """True if a profiler or debugger hooks into launches: then the JIT calls its hooks."""
-    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls or jit.pre_run_hooks)
 
 
 def _launch_of(compiled: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:
