@@ -112,6 +112,10 @@ def _obstacle(model: Any, given: dict[str, Any]) -> str | None:
         return "inference needs logits"
     if getattr(model.config, "config_logger_dir", ""):
         return "--config-logger-dir logs the logits"
+    loss = model.compute_language_model_loss
+    owner = getattr(getattr(loss, "__func__", loss), "__globals__", {}).get("__name__", "?")
+    if owner != "megatron.core.models.common.language_module.language_module":
+        return f"the model's compute_language_model_loss is not Megatron's but one of {owner}"
     head = model.output_layer
     tied = model.share_embeddings_and_output_weights
     of_head = _obstacle_in_head(head, model.shared_embedding_or_output_weight() if tied else head.weight)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from dense import Problem, assert_close, assert_number, reference
 from torch import nn
 
 from megatron_ce_adaptor import ChunkedLossWrapper, CrossEntropyLoss
+from megatron_ce_adaptor.chunked.linear_loss import LinearLossOptions, loss_per_token
+from megatron_ce_adaptor.vocab_shard import VocabShard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,3 +98,31 @@ def test_peak_memory():
     peak = torch.cuda.max_memory_allocated() - before
     known = 2 * (tokens * vocab // chunks + (tokens + vocab) * size)
     assert known <= peak < known + 2**20
+
+
+@pytest.mark.parametrize("foretold", [True, False])
+@pytest.mark.parametrize("into_buffer", [True, False])
+def test_losses_of_each_token_with_a_foreseen_gradient(foretold, into_buffer):
+    p = Problem.make((1, 2048), 64, 1009, dtype=torch.bfloat16, bias=False, ignored=0.0)
+    p.weight.mul_(0.2)
+    mask = torch.rand(2048, generator=torch.Generator().manual_seed(0)) < 0.8
+    head, hidden, labels = on_gpu(p)
+    main = torch.ones_like(head.weight, dtype=torch.float32)
+    options = LinearLossOptions(
+        shard=VocabShard.of_equal_shards(None, 1009),
+        chunk_tokens=300,
+        accumulation_dtype=torch.float32,
+        accumulate_hidden=False,
+        weight_gradient=SimpleNamespace(buffer=lambda: main, stand_in=lambda: None) if into_buffer else None,
+    )
+    foreseen = mask if foretold else ~mask
+    loss, _ = loss_per_token(
+        hidden.flatten(0, 1), head.weight, labels.flatten(), options, foreseen=foreseen.float().cuda()
+    )
+    ((loss * mask.cuda()).sum() / 3).backward()
+    p.labels[0, ~mask] = -100
+    expected = reference(p, divisor=3)
+    found = main - 1 if into_buffer else head.weight.grad.float()
+    eps = torch.finfo(torch.bfloat16).eps
+    assert_close(hidden.grad.cpu(), expected.hidden, "hidden", 4 * eps)
+    assert_close(found.cpu(), expected.weight, "weight", 4 * eps)

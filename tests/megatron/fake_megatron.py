@@ -36,6 +36,11 @@ def loss(impl, logits, labels, tp_group=None):
         return fused_vocab_parallel_cross_entropy(logits, labels, tp_group)
     return tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
 """
+GPT_MODEL = """
+class GPTModel:
+    def _postprocess(self, hidden_states, labels=None, loss_mask=None):
+        return hidden_states
+"""
 REFUSAL = """
     assert not (args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"), "te is disabled"
 """
@@ -113,6 +118,8 @@ def build_fake_megatron(
         "megatron.core.models.common.__init__": "",
         "megatron.core.models.common.language_module.__init__": "",
         "megatron.core.models.common.language_module.language_module": LANGUAGE_MODULE,
+        "megatron.core.models.gpt.__init__": "",
+        "megatron.core.models.gpt.gpt_model": GPT_MODEL,
         "megatron.core.model_parallel_config": CONFIG.format(check=CONFIG_CHECKS[config]),
         "megatron.training.__init__": "",
         "megatron.training.arguments": VALIDATE_ARGS.format(refusal=REFUSAL if refuses_te else ""),

@@ -347,6 +347,9 @@ def refused(rank: int) -> list[str]:
     model.output_layer.forward = model.output_layer.forward
     attempt(model)
     del model.output_layer.forward
+    model.compute_language_model_loss = lambda labels, logits: logits.sum()
+    attempt(model)
+    del model.compute_language_model_loss
     model.output_layer.weight.__fsdp_param__ = True
     attempt(model)
     del model.output_layer.weight.__fsdp_param__

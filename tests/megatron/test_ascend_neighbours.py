@@ -30,6 +30,7 @@ from megatron_ce_adaptor.megatron.patching import PatchWarning, TargetState
 ARGUMENTS = "megatron.training.arguments"
 INITIALIZE = "megatron.training.initialize"
 LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
+GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 EXTENSION = "megatron.core.extensions.transformer_engine"
 NATIVE = "megatron.core.tensor_parallel.cross_entropy"
 
@@ -39,7 +40,9 @@ STEPS: dict[str, Callable[[], object]] = {
     "adaptor": lambda: importlib.import_module("megatron_adaptor"),
     "engine": lambda: importlib.import_module("transformer_engine.pytorch"),
     "mindspeed": lambda: importlib.import_module("mindspeed.megatron_adaptor"),
-    "megatron": lambda: [importlib.import_module(name) for name in (INITIALIZE, LANGUAGE_MODULE, NATIVE)],
+    "megatron": lambda: [
+        importlib.import_module(name) for name in (INITIALIZE, LANGUAGE_MODULE, NATIVE, GPT_MODEL)
+    ],
 }
 ORDERS = [
     "ours adaptor engine mindspeed megatron",
