@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ce_adaptor import doctor
-from megatron_ce_adaptor.megatron import pretrain
+from megatron_ce_adaptor.longrun.megatron_log import CROSS_ENTROPY_CALLS
+from megatron_ce_adaptor.megatron import call_counter, pretrain
 from megatron_ce_adaptor.megatron.chunk_rule import BASE, LEAST, choose_chunk_tokens
 from megatron_ce_adaptor.megatron.loss_chunks import GRADIENTS, TOKENS, chunk_setting, gradients_setting
 
@@ -103,6 +104,16 @@ def test_doctor_says_whether_it_is_on(
     status, (line,) = doctors_lines(capsys)
     assert status == 1
     assert line.startswith(f"! loss without logits: {TOKENS} is 'few', expected")
+
+
+def test_the_line_at_exit_and_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_counter, "_counts", {"te": 80, "native": 2})
+    monkeypatch.setattr(call_counter, "_in_chunks", {"calls": 60, "tokens": 4096})
+    monkeypatch.setattr(call_counter, "_implementation", lambda: "cuda (interpreter)")
+    line = call_counter.summary_line()
+    assert line.endswith("implementation cuda (interpreter), te 60 calls in chunks of at most 4096 tokens")
+    (read,) = CROSS_ENTROPY_CALLS.finditer(line)
+    assert (read["te"], read["native"], read["implementation"]) == ("80", "2", "cuda (interpreter)")
 
 
 GIB = 2**30
