@@ -119,8 +119,12 @@ def _kill(pids: list[int]) -> None:
 
 def kill_a_rank(start: Start, chance: random.Random) -> None:
     """SIGKILL to one rank."""
-    ranks = [pid for pid in start.everyone() if processes.rank_of(pid) is not None]
-    _kill([chance.choice(ranks)])
+    ranks: dict[int, int] = {}
+    for pid in start.everyone():  # parents first: a rank's helpers bear its name
+        number = processes.rank_of(pid)
+        if number is not None:
+            ranks.setdefault(number, pid)
+    _kill([chance.choice(list(ranks.values()))])
 
 
 def kill_the_launcher(start: Start, chance: random.Random) -> None:
@@ -241,10 +245,9 @@ def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
             if steps == 0:
                 time.sleep(chance.uniform(0.5, args.start_seconds))
             if start.process.poll() is not None or not start.wait_for_steps(steps):
-                start.process.wait()
-                _note_start(done[-1] if done else None, start)
                 raise RuntimeError(
-                    f"start {starts} ended with {start.process.returncode} before its fault; see {output}"
+                    f"start {starts} ended with {start.process.wait()} before its fault; see {output}, and "
+                    "give more --steps if the run came to its end"
                 )
             kill = KILLS[len(done) % len(KILLS)]
             injection = Injection(len(done) + 1, _name(kill), start.last_step())

@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             device, plan.config, plan.processes, {**plan.variables, **plan.added_environment}
         )
         preflight.check_data(plan.config, plan.variables)
+        resume.check_load(plan.config, plan.variables)
         preflight.check_port(plan.machines)
         preflight.check_output_folder(plan.folder)
         with locked_log(plan.folder, plan.name) as log:
@@ -410,6 +411,8 @@ def _train(plan: Plan, log: BinaryIO) -> int:
             _check_length(parse_log(partial), plan.steps)
         except LogError as error:
             code, message = FAILED, f"torchrun ended with 0, but the log is not that of a whole run: {error}"
+            if _NO_CHECKPOINT in _tail(partial):
+                message = "Megatron found no checkpoint to load and was told to end then."
     final = folder / f"{plan.name}{'.log' if code == 0 else '.failed.log'}"
     try:
         reserve.unlink(missing_ok=True)
@@ -526,14 +529,21 @@ def _log_error(folder: Path, error: OSError) -> str:
     return f"The log in {folder} cannot be written: {error.strerror or error}; the run was stopped."
 
 
+_NO_CHECKPOINT = "'--exit-on-missing-checkpoint' set ... exiting"
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (1 << 16)))
+        return file.read().decode("utf-8", "replace")
+
+
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL)
 
 
 def _why_torchrun_failed(code: int, log: Path) -> str:
     """A sentence about the first failed rank, from the report that torchrun prints at the end."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - (1 << 16)))
-        tail = file.read().decode("utf-8", "replace")
+    tail = _tail(log)
     match = _ROOT_CAUSE.search(tail)
     last = re.search(r"^megatron_ce_adaptor: (.+)$", tail, re.MULTILINE)  # a refusal of the entry itself
     full = next((words for words in resume.FULL_DISK if words in tail), None)

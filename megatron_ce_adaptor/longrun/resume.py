@@ -63,6 +63,25 @@ def with_checkpoints(
     return config.with_arguments({"--save": str(root), "--save-interval": every})
 
 
+def check_load(config: RunConfig, variables: Mapping[str, str]) -> None:
+    """Refuse a configuration that loads from a folder without a checkpoint.
+
+    Megatron would warn and train on from random weights. Where it saves into the same folder, the first start
+    finds none, and that is meant.
+
+    Raises:
+        Refused: the folder after --load has no checkpoint.
+    """
+    words = config.values("--load", variables)
+    if not words or words == config.values("--save", variables):
+        return
+    if not (Path(words[0]) / checkpoints.TRACKER).is_file():
+        raise Refused(
+            f"{config.path} loads from {words[0]}, and there is no checkpoint (no {checkpoints.TRACKER}): "
+            "name the folder that one was saved into, or leave out --load to train from the beginning."
+        )
+
+
 def is_complete(folder: Path, name: str, steps: int) -> bool:
     """Whether the run `name` in `folder` has ended well after `steps` steps."""
     status = _status(folder, name)

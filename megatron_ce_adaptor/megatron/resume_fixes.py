@@ -1,6 +1,6 @@
 """What Megatron's checkpoints need so that a resumed run is the uninterrupted one, bit for bit.
 
-Three defects of Megatron-Core 0.18, each shown by a test that fails without its fix:
+Defects of Megatron-Core 0.18, each shown by a test that fails without its fix:
 
 * The distributed optimizer cannot load into torch's Adam or AdamW (what Megatron trains with where neither
   TransformerEngine nor apex is installed): it asks an optimizer that has not stepped yet for its step, and
@@ -8,6 +8,8 @@ Three defects of Megatron-Core 0.18, each shown by a test that fails without its
 * It then leaves all parameters of a group with one and the same ``step`` tensor, which every parameter's
   update increments, and overwrites its value with that of the freshly allocated state.  The bias correction
   of Adam is then wrong, and the loss drifts without a word.  Here every parameter gets the saved step.
+* The random state is loaded before the data loaders are built, and building them draws from the CPU's
+  generator.  Here the state is put back when training begins.  (Only the CPU draws dropout from it.)
 * The first line that ``training_log`` prints does not clear the sums it is made from, so the second line of
   every start shows the mean of two steps.  Where the first step has a line of its own, it is cleared.
 
@@ -24,9 +26,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_ce_adaptor.megatron import call_counter
@@ -120,6 +124,38 @@ def one_line_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
+_State = tuple[Any, Any, torch.Tensor]
+_state_after_loading: list[_State] = []
+
+
+def remember_random_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``load_checkpoint``: keep the random state that it leaves."""
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if result[0] > 0:  # the iteration
+            _state_after_loading[:] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+        return result
+
+    return load_checkpoint
+
+
+def begin_with_that_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``train``: begin with the random state that was loaded, if any was."""
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        if _state_after_loading:
+            python_state, numpy_state, torch_state = _state_after_loading.pop()
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_rng_state(torch_state)
+        return original(*args, **kwargs)
+
+    return train
+
+
 def counts_before_saving(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``save_checkpoint``: the counts are in the log before Megatron says that it is saved."""
 
@@ -149,3 +185,5 @@ def apply() -> None:
         training = importlib.import_module("megatron.training.training")
         _wrap(training, "training_log", one_line_one_step)
         _wrap(training, "save_checkpoint", counts_before_saving)
+        _wrap(training, "load_checkpoint", remember_random_state)
+        _wrap(training, "train", begin_with_that_state)

@@ -211,3 +211,11 @@ def test_what_could_not_be_continued_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=words):
         resume.with_checkpoints(config(**settings), {}, Path("d"), every, resume=True)
+
+
+def test_loading_from_a_folder_without_a_checkpoint_is_refused(root: Path) -> None:
+    resume.check_load(config(load=str(root)), {})
+    resume.check_load(config(load="new", save="new"), {})
+    resume.check_load(config(load="${LOAD_DIR:-}"), {})
+    with pytest.raises(Refused, match="loads from nowhere, and there is no checkpoint"):
+        resume.check_load(config(load="nowhere", save="elsewhere"), {})
