@@ -36,8 +36,8 @@ class ChunkedLossWrapper:
     Loss, metrics and gradients are those of the unchunked call. All gradients are computed in the forward
     pass, in each chunk: logits, loss, gradient of the logits, and its products with hidden and weight: three
     matrix products, as without chunks. Backward multiplies them by the upstream scale. In between they are
-    held: as many bytes as hidden and lm_head's parameters. Gradients that no gradient function asks for are
-    not computed.
+    held: as many bytes as hidden and lm_head's parameters. Gradients that no gradient function could ask for
+    are not computed.
 
     lm_head is a `mindspore.nn.Dense` without activation or a `mindspore.mint.nn.Linear`: the whole layer, or
     this rank's shard of the vocabulary with `CrossEntropyLoss(tp_group=...)`.
@@ -170,6 +170,11 @@ class _Call:
     accumulation_dtype: Any
     reduce_hidden: bool
 
+    def factor(self, dtype: Any) -> Any:
+        """What each token's loss is multiplied by."""
+        weight = self.token_weight
+        return weight if isinstance(weight, Tensor) else runtime.number(weight, dtype)
+
 
 class _Gradients:
     """The gradients by hidden (a piece for each chunk), weight and bias; each None where nobody wants it."""
@@ -188,7 +193,7 @@ class _Gradients:
             product = runtime.matrix(d_logits, hidden, transpose_a=True).astype(self.dtype)
             self.weight = product if self.weight is None else self.weight.add_(product)
         if self.wanted[2]:
-            total = d_logits.astype(self.dtype).sum(0)
+            total = d_logits.astype(runtime.accumulation_dtype(d_logits)).sum(0).astype(self.dtype)
             self.bias = total if self.bias is None else self.bias.add_(total)
 
     def of_hidden(self) -> Tensor | None:
@@ -216,7 +221,7 @@ class _GradientsInForward(_Function):  # type: ignore[misc, unused-ignore]
         ctx.like = (hidden, weight, bias)
         acc = runtime.accumulation_dtype(hidden)
         total = (runtime.concatenated(losses) if losses else mint.zeros((1,), dtype=acc)).sum()
-        total = total * call.token_weight
+        total = total * call.factor(acc)
         if not call.loss.report_metrics:
             return total
         if not losses:
@@ -227,23 +232,41 @@ class _GradientsInForward(_Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        runtime.refuse_second_derivative("the chunked loss")
-        call: _Call = ctx.call
-        gradients: _Gradients = ctx.gradients
-        found = gradients.of_hidden(), gradients.weight, gradients.bias
-        if found[0] is not None and call.reduce_hidden and call.shard.group is not None:
-            found = (runtime.sum_over_ranks(found[0].astype(gradients.dtype), call.shard.group), *found[1:])
-        scaled: list[Tensor | None] = []
-        for gradient, like, wanted in zip(found, ctx.like, gradients.wanted, strict=True):
-            if not wanted:
-                scaled.append(None)
-            elif gradient is None:  # no token at all
-                scaled.append(mint.zeros(like.shape, dtype=like.dtype))
-            else:
-                acc = runtime.accumulation_dtype(like)
-                factor = grad_total.astype(acc) * call.token_weight
-                scaled.append((gradient.astype(acc) * factor).astype(like.dtype))
-        return (*scaled, None, None)
+        wanted = ctx.gradients.wanted
+        if not any(wanted):
+            return (None,) * 5
+        hidden, weight, _ = ctx.like
+
+        def scaled() -> Any:
+            found = _scaled(ctx.gradients, ctx.call, ctx.like, grad_total)
+            return found if len(found) > 1 else found[0]
+
+        found = runtime.differentiable_once("the chunked loss", scaled, hidden, weight, grad_total)
+        remaining = iter(found if isinstance(found, tuple) else (found,))
+        return (*(next(remaining) if asked else None for asked in wanted), None, None)
+
+
+def _scaled(
+    gradients: _Gradients, call: _Call, like: tuple[Tensor | None, ...], grad_total: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients that are wanted, times the upstream gradient and the token's weight; hidden's added up
+    over the ranks first, if that was asked for."""
+    hidden = gradients.of_hidden()
+    if hidden is not None and call.reduce_hidden and call.shard.group is not None:
+        hidden = runtime.sum_over_ranks(hidden.astype(gradients.dtype), call.shard.group)
+    found = []
+    held = (hidden, gradients.weight, gradients.bias)
+    for gradient, argument, wanted in zip(held, like, gradients.wanted, strict=True):
+        if not wanted:
+            continue
+        assert argument is not None
+        if gradient is None:  # no token at all
+            found.append(mint.zeros(argument.shape, dtype=argument.dtype))
+            continue
+        acc = runtime.accumulation_dtype(argument)
+        factor = grad_total.astype(acc) * call.factor(acc)
+        found.append((gradient.astype(acc) * factor).astype(argument.dtype))
+    return tuple(found)
 
 
 def _walk(

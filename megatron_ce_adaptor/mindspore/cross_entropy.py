@@ -181,10 +181,12 @@ class _CrossEntropy(_Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        runtime.refuse_second_derivative("parallel_cross_entropy")
         logits, labels, peak, log_total, grad_target = ctx.saved_tensors
-        grad = rows.gradient(logits, labels, (peak, log_total, grad_target), grad_loss, ctx.terms)
-        return grad, None, None
+
+        def gradient() -> Tensor:
+            return rows.gradient(logits, labels, (peak, log_total, grad_target), grad_loss, ctx.terms)
+
+        return runtime.differentiable_once("parallel_cross_entropy", gradient, logits, grad_loss), None, None
 
 
 def forward_pass(logits: Tensor, labels: Tensor, shard: VocabShard, terms: Terms) -> rows.Merged:

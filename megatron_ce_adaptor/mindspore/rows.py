@@ -127,7 +127,8 @@ def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | 
         labels: [N].
         agree: 0-d bool; where false, all results become NaN.
     """
-    n, smoothing, z = labels.shape[0], terms.label_smoothing, terms.z_loss_weight
+    n, acc = labels.shape[0], gathered[0].dtype
+    smoothing, z = terms.label_smoothing, terms.z_loss_weight
     tables = [mint.split(piece, n) for piece in gathered]
     labels = labels.astype(ms.int64)
     live = labels != terms.ignore_index
@@ -169,9 +170,9 @@ def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | 
     if smoothing > 0:
         classes: Any = terms.total_columns if terms.weights is None else terms.weights.total
         others = (classes * lse - sum_x) / terms.total_columns
-        loss = (1 - smoothing) * loss + smoothing * others
+        loss = loss * runtime.number(1 - smoothing, acc) + others * runtime.number(smoothing, acc)
     if z:
-        loss = loss + z * lse * lse
+        loss = loss + lse * lse * runtime.number(z, acc)
     loss = _where_live(live, agree, loss)
     saved = [_where_live(live, agree, value) for value in (joint_peak, log_joint, mint.expm1(-nll))]
     stats = None
@@ -207,13 +208,14 @@ def gradient(
         return mint.zeros((n, 0), dtype=logits.dtype)
     live = labels != terms.ignore_index
     scale = ops.where(live, grad_loss.astype(acc), 0.0)
-    own: Any = 1.0 - terms.label_smoothing
-    shared: Any = terms.label_smoothing + 2 * terms.z_loss_weight * (peak + log_total)
-    per_class = scale * (terms.label_smoothing / terms.total_columns)
+    smoothing = runtime.number(terms.label_smoothing, acc)
+    own: Any = runtime.number(1.0 - terms.label_smoothing, acc)
+    shared: Any = (peak + log_total) * runtime.number(2 * terms.z_loss_weight, acc) + smoothing
+    per_class = scale * runtime.number(terms.label_smoothing / terms.total_columns, acc)
     at_label = per_class
     if terms.weights is not None:
-        own = own * terms.weights.rows
-        shared = shared + terms.label_smoothing * (terms.weights.total / terms.total_columns - 1.0)
+        own = terms.weights.rows * own
+        shared = shared + (terms.weights.total / terms.total_columns - 1.0) * smoothing
         at_label = per_class * terms.weights.rows
     factor = scale * (own + shared) * mint.exp(-log_total)
     exact = scale * (grad_target * own + (1 + grad_target) * shared) - at_label

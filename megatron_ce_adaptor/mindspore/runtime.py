@@ -6,12 +6,14 @@ runs on NPUs with hccl; what differs is chosen here, by what the device can do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
 import mindspore.mint.distributed as dist
 from mindspore import Tensor, mint, ops
+from mindspore.common._grad_function import _Function
 
 try:
     from mindspore.graph.api import _pynative_executor as _executor
@@ -39,6 +41,11 @@ def accumulation_dtype(tensor: Tensor) -> Any:
     return ms.float64 if tensor.dtype == ms.float64 else ms.float32
 
 
+def number(value: float, dtype: Any) -> Any:
+    """A number to compute with in `dtype`: beside fp64 tensors MindSpore rounds a Python float to fp32."""
+    return Tensor(value, ms.float64) if dtype == ms.float64 else value
+
+
 def rows_of_a_block(columns: int, on_cpu: bool) -> int:
     """How many rows of so many columns a block may have."""
     return max(1, (_CPU_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (max(columns, 1) * 4))
@@ -58,10 +65,15 @@ def matrix(a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool
     The CPU has no product of bf16 matrices: there it is made in fp32 and rounded once, which is what a
     device's product with fp32 accumulation gives.
     """
-    product = ops.MatMul(transpose_a, transpose_b)
+    product = _product(transpose_a, transpose_b)
     if a.dtype == ms.bfloat16 and is_on_cpu(a):
         return product(a.astype(ms.float32), b.astype(ms.float32)).astype(ms.bfloat16)
     return product(a, b)
+
+
+@functools.cache
+def _product(transpose_a: bool, transpose_b: bool) -> Any:
+    return ops.MatMul(transpose_a, transpose_b)
 
 
 def is_wanted(ctx: Any, position: int) -> bool:
@@ -69,13 +81,37 @@ def is_wanted(ctx: Any, position: int) -> bool:
     return bool(_executor.grad_flag()) and bool(ctx.needs_input_grad[position])
 
 
-def refuse_second_derivative(name: str) -> None:
-    """Inside a `_Function`'s backward: raises RuntimeError where the backward itself is being recorded."""
-    if _executor.grad_flag():
+class _Work:
+    """A computation as one object that autograd does not look into."""
+
+    __slots__ = ("compute", "name")
+
+    def __init__(self, compute: Callable[[], Any], name: str) -> None:
+        self.compute, self.name = compute, name
+
+
+class _Once(_Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *inputs: Tensor) -> Any:
+        ctx.name = work.name
+        return work.compute()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"{name} has no second derivative: do not take a gradient of its gradient (nested grad "
-            f"functions)."
+            f"{ctx.name} has no second derivative: do not take a gradient of its gradient (nested gradient "
+            "functions)."
         )
+
+
+def differentiable_once(name: str, compute: Callable[[], Any], *inputs: Tensor) -> Any:
+    """Inside a `_Function`'s backward: what `compute` returns, tensors that depend on `inputs`, of which any
+    gradient raises RuntimeError.
+
+    Not earlier, where it would be recorded: after an exception inside a gradient function MindSpore goes on
+    recording everything.
+    """
+    return _Once.apply(_Work(compute, name), *inputs)
 
 
 def place_in_group(group: Any) -> tuple[int, int]:
@@ -113,9 +149,9 @@ def all_gather(payload: Tensor, group: str) -> list[Tensor]:
 def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
     """The sum over the group's ranks; may overwrite its argument. One collective.
 
-    On the CPU mccl adds up no fp64: there the ranks' tensors are gathered and added in rank order.
+    On the CPU, where mccl adds up no fp64, the ranks' tensors are gathered and added in rank order.
     """
-    if tensor.dtype == ms.float64 and is_on_cpu(tensor):
+    if is_on_cpu(tensor):
         first, *others = all_gather(tensor, group)
         for other in others:
             first = first + other

@@ -24,7 +24,7 @@ EXPECTED = {
     "gather: a wrong vocabulary size": ("ValueError", "pass the right global_vocab_size"),
     "class weights of another vocabulary": (
         "ValueError",
-        "one weight for each class of the whole vocabulary",
+        "one for each class of the whole vocabulary",
     ),
     "class weights and unequal shards": ("ValueError", "columns on the ranks of the group"),
     "class weights are integers": ("TypeError", "expected a floating-point tensor of class weights"),
@@ -49,6 +49,7 @@ EXPECTED = {
     "an empty batch's mean": ("ValueError", "the batch is empty"),
     "overwriting": ("NotImplementedError", "overwrite_input=True is not supported on MindSpore"),
     "second derivative": ("RuntimeError", "has no second derivative"),
+    "second derivative of the chunked loss": ("RuntimeError", "the chunked loss has no second derivative"),
     "valid tokens": ("ValueError", "global_valid_tokens is -1, expected a number of tokens"),
     "no lm_head": ("RuntimeError", "call set_lm_head(model.lm_head) first"),
     "another layer": ("TypeError", "expected a mindspore.nn.Dense without activation"),
@@ -79,6 +80,10 @@ def calls(group: str, world_size: int, rank: int) -> dict[str, Callable[[], Any]
 
     def twice(x: Tensor) -> Tensor:
         return ms.grad(lambda y: loss(y, labels, group).sum())(x).sum()
+
+    def twice_chunked(x: Tensor) -> Tensor:
+        criterion = chunked(CrossEntropyLoss(tp_group=group, bare=True))
+        return ms.grad(lambda y: criterion(y, labels))(x).sum()
 
     return {
         "shards of unequal sizes": lambda: parallel_cross_entropy(odd, labels, dist_process_group=group),
@@ -114,6 +119,7 @@ def calls(group: str, world_size: int, rank: int) -> dict[str, Callable[[], Any]
         "an empty batch's mean": lambda: loss(logits[:0], labels[:0], group, reduction="mean"),
         "overwriting": lambda: parallel_cross_entropy(logits, labels, overwrite_input=True),
         "second derivative": lambda: ms.grad(twice)(logits).asnumpy(),
+        "second derivative of the chunked loss": lambda: ms.grad(twice_chunked)(hidden).asnumpy(),
         "valid tokens": lambda: split(logits, labels, -1),
         "no lm_head": lambda: ChunkedLossWrapper(split)(hidden, labels),
         "another layer": lambda: chunked(split, nn.LayerNorm((3,))),

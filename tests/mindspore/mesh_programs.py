@@ -163,9 +163,14 @@ def _routed(problems: dict[str, Problem]) -> dict[Any, Any]:
                             ),
                             reduction, weight=problem.weight.astype(np.float64), label_smoothing=0.1,
                         )  # fmt: skip
-        for variant, layer in {"mint.nn": mint.nn.CrossEntropyLoss(), "nn": nn.CrossEntropyLoss()}.items():
+        narrow = DTensor(one.target._local_tensor.astype(ms.int32), one.mesh, one.target.placements)
+        layers = {
+            "mint.nn": (mint.nn.CrossEntropyLoss(), one.target),
+            "nn": (nn.CrossEntropyLoss(), narrow),  # whose labels must be int32
+        }
+        for variant, (layer, target) in layers.items():
             with loss_parallel():
-                found["1-D", variant, "mean"] = one.compare(lambda x, f=layer: f(x, one.target), "mean")
+                found["1-D", variant, "mean"] = one.compare(lambda x, f=layer, t=target: f(x, t), "mean")
         plain = Tensor(one.logits), Tensor(np.where(one.labels < 0, 0, one.labels), ms.int32)
         with loss_parallel():
             inside = ops.cross_entropy(*plain)

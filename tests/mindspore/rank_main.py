@@ -16,7 +16,8 @@ def main() -> int:
     from mindspore.communication import get_rank, init
 
     ms.set_device("CPU")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+    # Where processes share cores, handing each operator from thread to thread takes most of the time.
+    ms.set_context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True)
     init("mccl")
     if os.environ["MS_ROLE"] == "MS_SCHED":
         return 0
