@@ -21,6 +21,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from megatron_ce_adaptor.megatron import pretrain
 
 _ENTRY = "megatron_ce_adaptor.megatron.pretrain"
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
@@ -50,6 +52,28 @@ def _name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _end_helpers_with_rank() -> None:
+    """Let what a rank forks, such as the writers of a checkpoint, end with it: nobody else would end them.
+
+    The kernel looks at the thread that forked, so only forks of the main thread, which lives as long.
+    """
+    by_main_thread = False
+
+    def before() -> None:
+        nonlocal by_main_thread
+        by_main_thread = threading.current_thread() is threading.main_thread()
+
+    def after_in_child() -> None:
+        if by_main_thread:
+            _end_with_parent()
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
 def _run_rank(train: Callable[[], None]) -> None:
     # The agent's exit handlers are not this process's to run, and multiprocessing ends a fork without running
     # those that training registers (the call counts, among others), so run exactly these.
@@ -58,6 +82,8 @@ def _run_rank(train: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     _name_process(f"mce-rank-{os.environ['RANK']}")
+    _end_with_parent()  # an agent that was killed ends nobody
+    _end_helpers_with_rank()
     try:
         train()
     except SystemExit as leaving:
