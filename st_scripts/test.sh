@@ -8,8 +8,8 @@
 #              kernels in the interpreter
 #   megatron   tests/megatron with Megatron-Core 0.16.1 to 0.19.0, then a short comparison on 8 CPU processes
 #   ascend     the NPU's kernels: compiled for the 910B3 with three versions of the compiler, run in the interpreter
-#   mindspore  does not exist yet
-# What the last two parts need is installed in the background while the first ones run.
+#   mindspore  tests/mindspore on 2 and 4 processes, in an environment of its own; only when it is asked for
+# What the last parts need is installed in the background while the first ones run.
 # All parts run even if one fails. Exit status: 0 all passed, 1 a part failed (it is named), 2 bad arguments.
 set -euo pipefail
 SCRIPT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$(basename "${BASH_SOURCE[0]}")"
@@ -22,8 +22,7 @@ while [ $# -gt 0 ]; do
     --only)
       need_value "$1" $#
       case "$2" in
-        style | unit | megatron | ascend) parts=("$2") ;;
-        mindspore) die 2 "the part $2 does not exist yet." ;;
+        style | unit | megatron | ascend | mindspore) parts=("$2") ;;
         *) die 2 "there is no part $2; choose style, unit, megatron, ascend or mindspore." ;;
       esac
       shift 2
@@ -109,10 +108,16 @@ run_ascend() {
   attempt "ascend/kernels" env TRITON_INTERPRET=1 "$VENV_PYTHON" -m pytest -q tests/ascend -m interpreter
 }
 
+run_mindspore() {
+  attempt "mindspore/environment" finish mindspore_environment
+  attempt "mindspore" .venvs/mindspore/bin/python -m pytest -q tests/mindspore
+}
+
 for part in "${parts[@]}"; do
   case "$part" in
     megatron) begin megatron_versions other_megatrons ;;
     ascend) begin npu_toolchain bash st_scripts/setup_npu_gate.sh ;;
+    mindspore) begin mindspore_environment bash st_scripts/setup_mindspore.sh ;;
   esac
 done
 for part in "${parts[@]}"; do "run_$part"; done

@@ -102,10 +102,10 @@ def parallel_cross_entropy(
     )
     if not reduce_loss:
         return result
-    count = mint.clamp((target != ignore_idx).sum(), min=1)
+    count = mint.clamp(runtime.total((target != ignore_idx).astype(ms.int64)), min=1)
     if isinstance(result, Tensor):
-        return result.sum() / count.astype(result.dtype)
-    return result[0].sum() / count.astype(result[0].dtype), result[1]
+        return runtime.total(result) / count.astype(result.dtype)
+    return runtime.total(result[0]) / count.astype(result[0].dtype), result[1]
 
 
 def cross_entropy(

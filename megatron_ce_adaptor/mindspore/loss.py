@@ -183,7 +183,8 @@ def reduced_cross_entropy(
         return loss.reshape(shape), CrossEntropyStatistics(*(kind.reshape(shape) for kind in statistics))
     if reduction == "none":
         return result.reshape(tuple(labels.shape))
-    return result.sum() if total is None else result.sum() / total
+    summed = runtime.total(result)
+    return summed if total is None else summed / total
 
 
 def _total(
@@ -201,13 +202,13 @@ def _total(
     flat = labels.reshape(-1)
     kept = flat != ignore_index
     if weight is None:
-        total = kept.astype(dtype).sum()
+        total = runtime.total(kept.astype(dtype))
     else:
         whole = ops.stop_gradient(weight).astype(dtype)
-        total = ops.where(kept, weight_of_labels(whole, flat), 0.0).sum()
+        total = runtime.total(ops.where(kept, weight_of_labels(whole, flat), 0.0))
     if layout is not None and layout.batch_groups:
         known = ops.logical_and(flat >= 0, flat < shard.total_columns)
-        unknown = ops.logical_and(kept, ops.logical_not(known)).astype(dtype).sum()
+        unknown = runtime.total(ops.logical_and(kept, ops.logical_not(known)).astype(dtype))
         sums = mint.cat([total.reshape(1), unknown.reshape(1)])
         own = sums[1]
         for group in layout.batch_groups:

@@ -95,7 +95,7 @@ class CrossEntropyLoss:
         )
         per_token, statistics = result if isinstance(result, tuple) else (result, None)
         count = valid_token_count(global_valid_tokens, per_token)
-        loss = per_token.sum()
+        loss = runtime.total(per_token)
         if count is not None:
             loss = loss / count
         if self.bare:

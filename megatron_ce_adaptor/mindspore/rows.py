@@ -119,6 +119,34 @@ def _block_statistics(x: Tensor, local: Tensor, here: Tensor, terms: Terms) -> l
     return result
 
 
+# On the CPU MindSpore's log1p, expm1 and fp32 log lose all digits where the result is small. W. Kahan's forms
+# in fp64 keep them, of numbers of which there are few, one a row. On devices: their own operators.
+
+
+def _log(x: Tensor) -> Tensor:
+    """log x."""
+    return mint.log(x.astype(ms.float64)).astype(x.dtype) if runtime.is_on_cpu(x) else mint.log(x)
+
+
+def _log1p(x: Tensor) -> Tensor:
+    """log(1 + x) of x >= 0."""
+    if not runtime.is_on_cpu(x):
+        return mint.log1p(x)
+    wide = x.astype(ms.float64)
+    u = wide + 1
+    return ops.where(u == 1, wide, mint.log(u) * (wide / (u - 1))).astype(x.dtype)
+
+
+def _expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1."""
+    if not runtime.is_on_cpu(x):
+        return mint.expm1(x)
+    wide = x.astype(ms.float64)
+    u = mint.exp(wide)
+    exact = (u - 1) * (wide / mint.log(u))
+    return ops.where(u == 1, wide, ops.where(u == 0, -1.0, exact)).astype(x.dtype)
+
+
 def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | None = None) -> Merged:
     """Joins the shards' statistics in rank order, so that all ranks get the same bits.
 
@@ -152,9 +180,9 @@ def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | 
             weighted = weighted + ops.where(table[1] == 0, 0.0, part)
     peak = ops.where(mint.isnan(total), total, peak)  # the CPU's maxima overlook NaN
 
-    log_total = mint.log(total)
+    log_total = _log(total)
     d = (peak - x_target) + log_total
-    nll = mint.clamp(d, min=0) + mint.log1p(mint.exp(-mint.abs(d)))
+    nll = mint.clamp(d, min=0) + _log1p(mint.exp(-mint.abs(d)))
     nll = ops.where(mint.isnan(d), d, nll)
     nll = ops.where(x_target == float("inf"), float("nan"), nll)  # as dense softmax: inf - inf
     # A label that is no class counts as the row's maximum, as on Megatron's native path: loss = lse - max.
@@ -164,7 +192,7 @@ def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | 
     e_target = ops.where(known, mint.exp(x_target - joint_peak), 0.0)
     rescale = mint.exp(peak - joint_peak)
     joint_total = ops.where(known, total * rescale + e_target, total)
-    log_joint = mint.log(joint_total)
+    log_joint = _log(joint_total)
     lse = joint_peak + log_joint
     loss = nll if terms.weights is None else terms.weights.rows * nll
     if smoothing > 0:
@@ -174,7 +202,7 @@ def merge(gathered: list[Tensor], labels: Tensor, terms: Terms, agree: Tensor | 
     if z:
         loss = loss + lse * lse * runtime.number(z, acc)
     loss = _where_live(live, agree, loss)
-    saved = [_where_live(live, agree, value) for value in (joint_peak, log_joint, mint.expm1(-nll))]
+    saved = [_where_live(live, agree, value) for value in (joint_peak, log_joint, _expm1(-nll))]
     stats = None
     if terms.statistics:
         of_target = ops.where(e_target == 0, 0.0, e_target * (x_target - joint_peak))

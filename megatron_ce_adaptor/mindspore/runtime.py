@@ -46,6 +46,11 @@ def number(value: float, dtype: Any) -> Any:
     return Tensor(value, ms.float64) if dtype == ms.float64 else value
 
 
+def total(tensor: Tensor) -> Tensor:
+    """The sum of all elements, 0-d; of none, 0 (which MindSpore's own on the CPU is not)."""
+    return tensor.sum() if tensor.size else Tensor(0.0, tensor.dtype)
+
+
 def rows_of_a_block(columns: int, on_cpu: bool) -> int:
     """How many rows of so many columns a block may have."""
     return max(1, (_CPU_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (max(columns, 1) * 4))
