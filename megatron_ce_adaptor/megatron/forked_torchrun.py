@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -72,6 +73,17 @@ def _end_helpers_with_rank() -> None:
             _end_with_parent()
 
     os.register_at_fork(before=before, after_in_child=after_in_child)
+
+    start = multiprocessing.util.spawnv_passfds  # how the start method "spawn" begins a new interpreter
+
+    def start_that_ends_with_us(path: Any, args: Any, passfds: Any) -> int:
+        tied = (
+            f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0); "
+        )
+        words = [tied + w if str(w).startswith("from multiprocessing.spawn import") else w for w in args]
+        return start(path, words, passfds)
+
+    multiprocessing.util.spawnv_passfds = start_that_ends_with_us
 
 
 def _run_rank(train: Callable[[], None]) -> None:
