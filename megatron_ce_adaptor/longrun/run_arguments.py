@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _FREE = frozenset(
     """
     cross_entropy_fusion_impl cross_entropy_loss_fusion
-    save save_interval load load_main_params_from_ckpt pretrained_checkpoint
+    save load load_main_params_from_ckpt pretrained_checkpoint
     tensorboard_dir tensorboard_queue_size
     wandb_project wandb_exp_name wandb_save_dir wandb_entity one_logger_project one_logger_run_name
     data_cache_path memory_snapshot_path record_memory_history non_persistent_global_ckpt_dir
@@ -64,5 +64,5 @@ def argument_differences(native: Mapping[str, str], te: Mapping[str, str]) -> li
     return [
         Difference(name, a.get(name), b.get(name))
         for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
+        if a.get(name) != b.get(name) and name != "save_interval"  # a resumed run needs one
     ]
