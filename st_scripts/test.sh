@@ -8,7 +8,7 @@
 #              kernels in the interpreter
 #   megatron   tests/megatron with Megatron-Core 0.16.1 to 0.19.0, then a short comparison on 8 CPU processes
 #   ascend     the NPU's kernels: compiled for the 910B3 with three versions of the compiler, run in the interpreter
-#   mindspore  tests/mindspore on 2 and 4 processes, in an environment of its own; only when it is asked for
+#   mindspore  tests/mindspore on 2 processes, in an environment of its own
 # What the last parts need is installed in the background while the first ones run.
 # All parts run even if one fails. Exit status: 0 all passed, 1 a part failed (it is named), 2 bad arguments.
 set -euo pipefail
@@ -16,7 +16,7 @@ SCRIPT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$(basename "${BASH_SOURCE[
 # shellcheck source=st_scripts/common.sh
 source "$(dirname "$SCRIPT")/common.sh"
 
-parts=(style unit megatron ascend)
+parts=(style unit megatron ascend mindspore)
 while [ $# -gt 0 ]; do
   case "$1" in
     --only)

@@ -132,7 +132,7 @@ def cross_entropy(
         shard, labels, class_weight, ignore_index, label_smoothing, z_loss_weight, return_statistics, logits
     )
     leading = logits.shape[:-1]
-    matrix = shard.fitted(logits).reshape(-1, shard.columns) if labels.shape[0] else logits
+    matrix = shard.fitted(logits).reshape(labels.shape[0], shard.columns) if labels.shape[0] else logits
     found = _CrossEntropy.apply(matrix, labels, _Call(shard, terms)) if labels.shape[0] else None
     if labels_are_checked(logits):
         # Only now: before the shards' sizes are compared, ranks may disagree about what a class is, and one
