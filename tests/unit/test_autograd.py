@@ -4,6 +4,7 @@ gradcheck, AMP."""
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,6 +184,7 @@ def test_out_of_place_gives_a_gradient_of_its_own(device: Device) -> None:
 def peak_extra_bytes(device: Device, function: Callable[[], Any]) -> int:
     """The most memory that `function` held beyond what was allocated before it, as the allocator saw it."""
     if device.type == "cuda":
+        gc.collect()  # not in the midst of it what earlier tests left behind
         torch.cuda.synchronize()
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
