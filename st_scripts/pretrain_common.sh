@@ -4,7 +4,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # The variables that a configuration may read. One that is set but not read would be ignored silently, so it is refused.
-PASSED_ON=(TP PP EP CP MBS GBS TRAIN_ITERS DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE CKPT_DIR TRANSFORMER_IMPL)
+PASSED_ON=(TP PP EP CP MBS GBS LR WARMUP TRAIN_ITERS DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE CKPT_DIR TRANSFORMER_IMPL)
 
 # What `megatron-ce prepare-data` and quickstart.sh make, used where DATA_PATH is not set.
 PREPARED=data/enwiki/enwiki

@@ -28,5 +28,7 @@ stop_mps() {
   rm -rf "$work"
 }
 trap stop_mps EXIT
+# A signal to the group (Ctrl-C, timeout) is the command's to answer; MPS stays until it has ended.
+trap : INT TERM HUP
 export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS="${NCCL_MAX_CTAS:-4}" MCE_RANKS_ON_ONE_DEVICE=1
 LD_PRELOAD="$NCCL_LIBRARY" "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ce_adaptor.longrun import checkpoints
@@ -22,11 +23,15 @@ class CheckpointKeeper(threading.Thread):
         root: the folder that Megatron saves into.
         run: what the seals name, see :func:`checkpoints.seal`.
         keep: how many checkpoints stay; None keeps all.
+        before_sealing: brings the log to the disk, so that a sealed checkpoint is not ahead of it after a
+            power failure either.
     """
 
-    def __init__(self, root: Path, run: str, keep: int | None) -> None:
+    def __init__(
+        self, root: Path, run: str, keep: int | None, before_sealing: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(daemon=True, name="checkpoint-keeper")
-        self.root, self.run_name, self.keep = root, run, keep
+        self.root, self.run_name, self.keep, self.before_sealing = root, run, keep, before_sealing
         self.problem: str | None = None  # the first checkpoint that could not be sealed, as a sentence
         self._saved: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._tail = b""
@@ -49,6 +54,7 @@ class CheckpointKeeper(threading.Thread):
         while (iteration := self._saved.get()) is not None:
             checkpoint = Checkpoint(iteration, self.root / f"iter_{iteration:07d}")
             try:
+                self.before_sealing()
                 checkpoints.seal(checkpoint, self.run_name)
                 if self.keep is not None:
                     checkpoints.prune(self.root, self.keep)

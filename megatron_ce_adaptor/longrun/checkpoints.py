@@ -91,10 +91,12 @@ def seal(checkpoint: Checkpoint, run: str) -> None:
 def _read_seal(checkpoint: Checkpoint) -> dict[str, Any] | None:
     try:
         content = json.loads((checkpoint.folder / SEAL).read_text(encoding="utf-8"))
-        known = content["iteration"], content["run"], content["files"].items()
+        for facts in content["files"].values():
+            int(facts["bytes"]), int(facts["crc32"])
+        is_its_own = content["iteration"] == checkpoint.iteration and bool(content["run"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return content if known[0] == checkpoint.iteration else None
+    return content if is_its_own else None
 
 
 def run_of(checkpoint: Checkpoint) -> str | None:

@@ -32,6 +32,7 @@ from megatron_ce_adaptor.longrun.megatron_log import LogError, parse_log
 from megatron_ce_adaptor.longrun.resume import FOLDER
 
 LOST_NOTHING, LOST, BAD_ARGUMENTS = 0, 1, 2
+FAILED, KILLED = 1, -signal.SIGKILL  # how a launcher ends: that notices the fault, that is hit itself
 
 _STEP = re.compile(rb"iteration\s+(\d+)/")
 _CONTINUING = re.compile(r"Continuing from the checkpoint of step (\d+)")
@@ -46,7 +47,8 @@ class Injection:
     number: int
     fault: str
     at_step: int  # the last one printed before it
-    exit_code: int | None = None  # of the launcher; None: it did not end
+    expected: int = FAILED  # exit status of the launcher
+    exit_code: int | None = None  # None: it did not end
     seconds: float = 0.0  # from the fault until no process was left
     left: int = 0  # processes that had to be killed after that
     resumed_from: int | None = None  # 0: from the beginning
@@ -56,12 +58,14 @@ class Injection:
 class Start:
     """One start of the launcher, its output in a file."""
 
-    def __init__(self, command: list[str], output: Path, largest_file: int | None = None) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, output: Path, largest_file: int | None = None
+    ) -> None:
         def limit_files() -> None:
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
-        self.output = output
+        self.folder, self.output = folder, output
         with output.open("wb") as stream:
             self.process = subprocess.Popen(
                 command,
@@ -98,14 +102,19 @@ class Start:
         began = time.monotonic()
         while time.monotonic() - began < _END_SECONDS:
             injection.exit_code = self.process.poll()
-            if injection.exit_code is not None and not any(map(processes.is_running, everyone)):
+            if injection.exit_code is not None and not self._still_running(everyone):
                 break
             time.sleep(0.05)
         injection.seconds = round(time.monotonic() - began, 1)
-        running = [pid for pid in everyone if processes.is_running(pid)]
+        running = self._still_running(everyone)
         injection.left = len(running)
         processes.end_all(running, grace=0)
         self.process.wait()
+
+    def _still_running(self, everyone: list[int]) -> list[int]:
+        # A process that was started after `everyone` was listed is known by its environment.
+        known = {pid for pid in everyone if processes.is_running(pid)}
+        return sorted(known.union(processes.with_variable("OUT_DIR", str(self.folder))))
 
 
 # --- the faults ------------------------------------------------------------------------------------------
@@ -224,7 +233,8 @@ def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
         output = folder.with_name(f"{folder.name}.start{starts:02d}.txt")
         is_last = len(done) >= args.kills
         full_disk = args.full_disk_at is not None and len(done) == args.full_disk_at
-        start = Start(_command(args, folder, starts > 0), output, args.largest_file if full_disk else None)
+        limit = args.largest_file if full_disk else None
+        start = Start(_command(args, folder, starts > 0), folder, output, limit)
         starts += 1
         # Every fifth kill comes before the first step, where a start reads its checkpoint.
         steps = 0 if len(done) % 5 == 4 else chance.randint(1, 2 * args.save_every)
@@ -256,7 +266,8 @@ def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
                 kill(start, chance)
             except IndexError:  # no rank yet
                 kill_everything(start, chance)
-                injection.fault = _name(kill_everything)
+                injection.fault, kill = _name(kill_everything), kill_everything
+            injection.expected = FAILED if kill is kill_a_rank else KILLED
             start.wait_for_end(injection, everyone)
             _note_start(done[-1] if done else None, start)
             if steps == 0:
@@ -323,10 +334,13 @@ def differing_weights(first: Path, second: Path) -> list[str]:
 
 def table(injections: list[Injection]) -> str:
     """The faults as a Markdown table."""
-    rows = ["| # | at step | injected | exit | s | went on from | refused |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| # | at step | injected | status | s | went on from | checkpoint refused, because it |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for i in injections:
         code = "none" if i.exit_code is None else str(i.exit_code)
-        refused = "; ".join(re.sub(r"\S+\.distcp", "a file", sentence) for sentence in i.refused) or "-"
+        refused = "; ".join(re.sub(r"(\S+\.distcp)", r"`\1`", sentence) for sentence in i.refused) or "-"
         cells = (i.number, i.at_step, i.fault, code, f"{i.seconds:.0f}", i.resumed_from, refused)
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(rows)
@@ -358,7 +372,7 @@ def main() -> int:
         return BAD_ARGUMENTS
     args.out.mkdir(parents=True, exist_ok=True)
     reference, broken = args.out / "reference", args.out / "broken"
-    first = Start(_command(args, reference, False), args.out / "reference.txt")
+    first = Start(_command(args, reference, False), reference, args.out / "reference.txt")
     if first.process.wait() != 0:
         print(f"faults: the run without faults failed; see {first.output}.", file=sys.stderr)
         return LOST
@@ -369,6 +383,11 @@ def main() -> int:
         return LOST
     lost = differences(reference, broken, args.impl)
     lost += [f"fault {i.number} left {i.left} processes" for i in injections if i.left]
+    lost += [
+        f"fault {i.number} ended the launcher with {i.exit_code}, not {i.expected}"
+        for i in injections
+        if i.exit_code != i.expected
+    ]
     result = {"injections": [asdict(i) for i in injections], "lost": lost}
     write_atomically(args.out / "faults.json", strict_json(result))
     print(table(injections))

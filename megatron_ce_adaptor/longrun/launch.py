@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
 import re
 import shlex
@@ -12,15 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from megatron_ce_adaptor.longrun import checkpoints, environment, preflight, processes, resume
+from megatron_ce_adaptor.longrun import checkpoints, environment, preflight, processes, resume, run_log
 from megatron_ce_adaptor.longrun.checkpoint_keeper import CheckpointKeeper
 from megatron_ce_adaptor.longrun.config import (
     DEVICES,
@@ -33,6 +31,7 @@ from megatron_ce_adaptor.longrun.config import (
 from megatron_ce_adaptor.longrun.files import strict_json, write_atomically
 from megatron_ce_adaptor.longrun.megatron_log import LogError, TrainingLog, parse_log
 from megatron_ce_adaptor.longrun.preflight import Refused
+from megatron_ce_adaptor.longrun.run_log import Tee
 from megatron_ce_adaptor.longrun.run_record import LaunchStatus, write_commands
 
 COMPLETE, FAILED, REFUSED = 0, 1, 2
@@ -45,8 +44,6 @@ FORKED_TORCHRUN = "megatron_ce_adaptor.megatron.forked_torchrun"
 # torchrun gives the other ranks 30 s to follow a failed one, then kills them; after that it is our turn.
 RANK_LOSS_SECONDS = 40.0
 STOP_GRACE_SECONDS = 10.0
-VERDICT_FILES = ("metrics.json", "report.html", "report.png", "acceptance.md", "acceptance.zh-CN.md")
-GATES_FILE = "gates.yaml"  # the limits of that verdict, where they were not the defaults
 NOISE_FLOOR = "noise_floor"  # the run's name, which the comparison looks for
 RESERVED_BYTES = 2**18
 LEAST_FREE_WHILE_RUNNING = 8 * 2**20  # bytes: room to finish the log and write the record
@@ -121,9 +118,9 @@ def run(args: argparse.Namespace) -> int:
         resume.check_load(plan.config, plan.variables)
         preflight.check_port(plan.machines)
         preflight.check_output_folder(plan.folder)
-        with locked_log(plan.folder, plan.name) as log:
+        with run_log.locked(plan.folder, plan.name) as log:
             plan = _with_start(plan)
-            begin_log(plan.folder, plan.name, log, plan.resumes)
+            run_log.begin(plan.folder, plan.name, log, plan.resumes)
             return _train(plan, log)
     except (ConfigError, Refused) as error:
         _complain(str(error))
@@ -195,6 +192,11 @@ def make_plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         )
     if args.noise_floor and args.impl != "native":
         raise Refused(f"--noise-floor is a run of native against itself: use --impl native, not {args.impl}.")
+    if environ.get("MCE_NOISE_FLOOR", "0") not in ("", "0") and not args.noise_floor:
+        raise Refused(
+            "MCE_NOISE_FLOOR is set, which would disturb this run's first logits: unset it, or use "
+            "--noise-floor."
+        )
     name = args.name if args.name is not None else NOISE_FLOOR if args.noise_floor else args.impl
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise Refused(f"--name {name!r} cannot name files: use letters, digits and underscores.")
@@ -247,10 +249,15 @@ def _with_start(plan: Plan) -> Plan:
     try:
         if not plan.resumes:
             if is_first_machine:
-                resume.begin_anew(root, is_ours=root.is_relative_to(plan.folder))
+                resume.begin_anew(root, is_ours=plan.folder.resolve() in root.resolve().parents)
             return plan
         was_started = (plan.folder / f"{plan.name}.status.json").is_file()
         iteration, sentences = resume.find(root, plan.sealed_as, was_started)
+        if iteration > 0 and plan.holds_last_rank and not run_log.has_earlier(plan.folder, plan.name):
+            raise Refused(
+                f"{root} has a checkpoint of step {iteration}, but {plan.folder} has no {plan.name}.log with "
+                "the steps before it: name the --out of the earlier start, or put its log there."
+            )
         for sentence in sentences:
             _complain(sentence)
         if is_first_machine:
@@ -258,101 +265,6 @@ def _with_start(plan: Plan) -> Plan:
     except OSError as error:
         raise Refused(f"The checkpoints in {root} cannot be used: {error.strerror or error}.") from error
     return replace(plan, load=iteration > 0)
-
-
-# --- the log ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def locked_log(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open ``<name>.log.partial`` for this launch alone. Raises Refused."""
-    partial = folder / f"{name}.log.partial"
-    try:
-        log = partial.open("ab")
-    except OSError as error:
-        raise Refused(f"{partial} cannot be written: {error.strerror or error}.") from error
-    with log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Refused(
-                f"Another launch is writing {partial}: wait for it or give another --out."
-            ) from None
-        yield log
-
-
-def begin_log(folder: Path, name: str, log: BinaryIO, resumes: bool = False) -> None:
-    """Begin the log of a run: an earlier log, its verdict and limits make way.
-
-    A run that `resumes` goes on in its earlier log instead.
-    """
-    if resumes:
-        _continue_log(folder, name, log)
-    else:
-        log.truncate(0)
-        if name == "native" and any((folder / f"native.log{packed}").exists() for packed in ("", ".gz")):
-            # The noise floor is a distance from that earlier run. After a rerun of te alone it still holds.
-            for packed in ("", ".gz"):
-                _put_aside(folder / f"noise_floor.log{packed}")
-            (folder / "noise_floor.status.json").unlink(missing_ok=True)
-        _put_aside(folder / f"{name}.log")
-        (folder / f"{name}.failed.log").unlink(missing_ok=True)
-    for judgement in VERDICT_FILES:  # it was passed on the earlier log
-        (folder / judgement).unlink(missing_ok=True)
-    _put_aside(folder / GATES_FILE)
-
-
-def _continue_log(folder: Path, name: str, log: BinaryIO) -> None:
-    """Put what the earlier starts of this run printed at the beginning of `log`, if it is not there."""
-    earlier = [folder / f"{name}.failed.log", folder / f"{name}.log"]
-    if os.fstat(log.fileno()).st_size == 0:  # that start came to an end, if not a good one
-        for path in filter(Path.is_file, earlier):
-            with path.open("rb") as source:
-                shutil.copyfileobj(source, log)
-            break
-    log.flush()
-    for path in earlier:
-        path.unlink(missing_ok=True)
-    if os.fstat(log.fileno()).st_size:
-        log.write(b"\n")  # the last line may have been cut
-        log.flush()
-
-
-def _put_aside(file: Path) -> None:
-    """Rename ``a.b`` to ``a.previous.b``, over an earlier one, if it exists."""
-    stem, _, suffix = file.name.partition(".")
-    with contextlib.suppress(FileNotFoundError):
-        file.replace(file.with_name(f"{stem}.previous.{suffix}"))
-
-
-class Tee(threading.Thread):
-    """Copies what the ranks print to the terminal and to the log, byte for byte, as it comes."""
-
-    def __init__(self, source: BinaryIO, log: BinaryIO, watch: Callable[[bytes], None] | None = None) -> None:
-        super().__init__(daemon=True, name="tee")
-        self.source = source
-        self.log: BinaryIO = log
-        self.watch = watch  # called with what has been written to the log
-        self.log_error: OSError | None = None
-
-    def run(self) -> None:
-        terminal: BinaryIO | None = getattr(sys.stdout, "buffer", None)
-        # After an error the pipe is still emptied: ranks that cannot print would hang instead of ending.
-        while chunk := os.read(self.source.fileno(), 1 << 16):
-            if self.log_error is None:
-                try:
-                    self.log.write(chunk)
-                    self.log.flush()
-                    if self.watch is not None:
-                        self.watch(chunk)
-                except OSError as error:
-                    self.log_error = error
-            if terminal is not None:
-                try:
-                    terminal.write(chunk)
-                    terminal.flush()
-                except (OSError, ValueError):  # the reader, such as `head`, has gone; the run goes on
-                    terminal = None
 
 
 # --- the run ---------------------------------------------------------------------------------------------
@@ -404,6 +316,7 @@ def _train(plan: Plan, log: BinaryIO) -> int:
         raise Refused(f"The output folder {folder} cannot be written: {error.strerror or error}.") from error
 
     partial = folder / f"{plan.name}.log.partial"
+    begin = os.fstat(log.fileno()).st_size  # before it stands what earlier starts printed
     with _Signals() as signals:
         code, message = _supervise(plan, log, signals)
     if code == 0 and plan.holds_last_rank:
@@ -411,7 +324,7 @@ def _train(plan: Plan, log: BinaryIO) -> int:
             _check_length(parse_log(partial), plan.steps)
         except LogError as error:
             code, message = FAILED, f"torchrun ended with 0, but the log is not that of a whole run: {error}"
-            if _NO_CHECKPOINT in _tail(partial):
+            if _NO_CHECKPOINT in run_log.tail(partial, begin):
                 message = "Megatron found no checkpoint to load and was told to end then."
     final = folder / f"{plan.name}{'.log' if code == 0 else '.failed.log'}"
     try:
@@ -441,6 +354,7 @@ def _check_length(log: TrainingLog, steps: int) -> None:
 def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:
     """Run torchrun until it ends or must be ended; leaves no process. Returns exit status and a sentence."""
     not_ours = set(processes.descendants(os.getpid()))
+    begin = os.fstat(log.fileno()).st_size
     processes.set_subreaper(True)
     child = subprocess.Popen(
         plan.command,
@@ -450,11 +364,15 @@ def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=processes.end_with_parent,
+        # With the log goes its lock: where this launcher is killed, a next one waits for the last rank's end.
+        pass_fds=(log.fileno(),),
     )
     assert child.stdout is not None
     keeper = None
     if plan.checkpoints is not None:
-        keeper = CheckpointKeeper(plan.checkpoints, plan.sealed_as, plan.keep)
+        keeper = CheckpointKeeper(
+            plan.checkpoints, plan.sealed_as, plan.keep, before_sealing=lambda: os.fsync(log.fileno())
+        )
         keeper.start()
     tee = Tee(child.stdout, log, keeper.watch if keeper is not None else None)  # type: ignore[arg-type]
     tee.start()
@@ -480,7 +398,7 @@ def _supervise(plan: Plan, log: BinaryIO, signals: _Signals) -> tuple[int, str]:
     if reason is not None:
         return FAILED, reason
     if child.returncode != 0:
-        return FAILED, _why_torchrun_failed(child.returncode, Path(log.name))
+        return FAILED, _why_torchrun_failed(child.returncode, run_log.tail(Path(log.name), begin))
     return COMPLETE, f"All {plan.steps} steps are done."
 
 
@@ -532,18 +450,11 @@ def _log_error(folder: Path, error: OSError) -> str:
 _NO_CHECKPOINT = "'--exit-on-missing-checkpoint' set ... exiting"
 
 
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - (1 << 16)))
-        return file.read().decode("utf-8", "replace")
-
-
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(?P<rank>\d+).*?exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL)
 
 
-def _why_torchrun_failed(code: int, log: Path) -> str:
-    """A sentence about the first failed rank, from the report that torchrun prints at the end."""
-    tail = _tail(log)
+def _why_torchrun_failed(code: int, tail: str) -> str:
+    """A sentence about the first failed rank, from the report at the end of what this start printed."""
     match = _ROOT_CAUSE.search(tail)
     last = re.search(r"^megatron_ce_adaptor: (.+)$", tail, re.MULTILINE)  # a refusal of the entry itself
     full = next((words for words in resume.FULL_DISK if words in tail), None)

@@ -62,6 +62,17 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def with_variable(name: str, value: str) -> list[int]:
+    """The running processes that were started with the environment variable `name` set to `value`."""
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return [pid for pid in found if is_running(pid)]
+
+
 def rank_of(pid: int) -> int | None:
     """The rank of `pid`, from the RANK in its environment or the name of a forked rank; None for others."""
     try:

@@ -89,7 +89,7 @@ def is_complete(folder: Path, name: str, steps: int) -> bool:
         status is not None
         and status.get("complete") is True
         and status.get("steps") == steps
-        and (folder / f"{name}.log").is_file()
+        and any((folder / f"{name}.log{packed}").is_file() for packed in ("", ".gz"))
     )
 
 
@@ -107,7 +107,8 @@ def begin_anew(root: Path, is_ours: bool) -> None:
     Below the output folder (`is_ours`) those of an earlier run are kept as ``<name>.previous``.
 
     Raises:
-        Refused: a folder of the user's holds checkpoints, which a later --resume would take for this run's.
+        Refused: a folder of the user's holds checkpoints: this run would write over them or clear them away,
+            and a later --resume take them for its own.
     """
     found = checkpoints.checkpoints_in(root)
     if not found:
@@ -117,12 +118,12 @@ def begin_anew(root: Path, is_ours: bool) -> None:
         shutil.rmtree(previous, ignore_errors=True)
         root.rename(previous)
         return
-    sealed = [str(checkpoint.iteration) for checkpoint in found if checkpoint.is_sealed]
-    if sealed:
-        raise Refused(
-            f"{root} holds checkpoints of an earlier run (step {', '.join(sealed)}): continue it with "
-            "--resume, remove them, or name another folder."
-        )
+    # Those without a seal too: Megatron may have made them without this launcher.
+    steps = ", ".join(str(checkpoint.iteration) for checkpoint in found)
+    raise Refused(
+        f"{root} holds checkpoints of an earlier run (step {steps}): continue it with --resume, remove them, "
+        "or name another folder."
+    )
 
 
 def find(root: Path, run: str, was_started: bool) -> tuple[int, list[str]]:

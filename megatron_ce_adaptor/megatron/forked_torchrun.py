@@ -53,8 +53,11 @@ def _name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int | None) -> None:
+    """Let the kernel kill this process when its parent ends; at once, if it is no longer `parent`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_helpers_with_rank() -> None:
@@ -62,21 +65,23 @@ def _end_helpers_with_rank() -> None:
 
     The kernel looks at the thread that forked, so only forks of the main thread, which lives as long.
     """
-    by_main_thread = False
+    by_main_thread, parent = False, 0
 
     def before() -> None:
-        nonlocal by_main_thread
-        by_main_thread = threading.current_thread() is threading.main_thread()
+        nonlocal by_main_thread, parent
+        by_main_thread, parent = threading.current_thread() is threading.main_thread(), os.getpid()
 
     def after_in_child() -> None:
         if by_main_thread:
-            _end_with_parent()
+            _end_with_parent(parent)
 
     os.register_at_fork(before=before, after_in_child=after_in_child)
 
     start = multiprocessing.util.spawnv_passfds  # how the start method "spawn" begins a new interpreter
 
     def start_that_ends_with_us(path: Any, args: Any, passfds: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            return start(path, args, passfds)
         tied = (
             f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0); "
         )
@@ -86,7 +91,7 @@ def _end_helpers_with_rank() -> None:
     multiprocessing.util.spawnv_passfds = start_that_ends_with_us
 
 
-def _run_rank(train: Callable[[], None]) -> None:
+def _run_rank(train: Callable[[], None], agent: int | None = None) -> None:
     # The agent's exit handlers are not this process's to run, and multiprocessing ends a fork without running
     # those that training registers (the call counts, among others), so run exactly these.
     atexit._clear()
@@ -94,7 +99,7 @@ def _run_rank(train: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     _name_process(f"mce-rank-{os.environ['RANK']}")
-    _end_with_parent()  # an agent that was killed ends nobody
+    _end_with_parent(agent)  # an agent that was killed ends nobody
     _end_helpers_with_rank()
     try:
         train()
@@ -145,7 +150,7 @@ def launch(argv: Sequence[str]) -> None:
     train = pretrain.prepare(options.training_script_args, config.max_nodes * config.nproc_per_node)
     _preload()
     try:
-        elastic_launch(config=config, entrypoint=_run_rank)(train)
+        elastic_launch(config=config, entrypoint=_run_rank)(train, os.getpid())
     except DistNetworkError as error:  # only the agent's own: the ranks are other processes
         raise pretrain.UsageError(
             f"the rendezvous at {config.rdzv_endpoint} failed ({error}): choose another --master-port, or "

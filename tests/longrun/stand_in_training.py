@@ -8,10 +8,16 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--train-iters", type=int, required=True)
-steps = parser.parse_known_args()[0].train_iters
+parser.add_argument("--save", type=Path)
+parser.add_argument("--save-interval", type=int)
+parser.add_argument("--load", type=Path)
+arguments = parser.parse_known_args()[0]
+steps = arguments.train_iters
+loaded = int((arguments.load / "latest_checkpointed_iteration.txt").read_text()) if arguments.load else 0
 rank = int(os.environ["RANK"])
 behaviour = os.environ.get("STAND_IN", "train")
 
@@ -31,6 +37,18 @@ def train(first: int, last: int) -> None:
             f"lm loss: {9 - step / 100:.6E} | loss scale: 1.0 | grad norm: 1.000 | "
             "number of skipped iterations: 0 | number of nan iterations: 0 |"
         )
+        if arguments.save and step % arguments.save_interval == 0:
+            save(step)
+
+
+def save(step: int) -> None:
+    folder = arguments.save / f"iter_{step:07d}"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(str(step))
+    (arguments.save / "latest_checkpointed_iteration.txt").write_text(str(step))
+    say(
+        f"  [2026-01-01 00:00:00.0] successfully saved checkpoint from iteration {step:7d} to {folder.parent}"
+    )
 
 
 def sleep_for_ever() -> None:
@@ -40,7 +58,7 @@ def sleep_for_ever() -> None:
 
 say(f"stand-in rank {rank} pid {os.getpid()} says {behaviour}")
 if behaviour == "train":
-    train(1, steps)
+    train(loaded + 1, steps)
 elif behaviour == "short":  # exits well, but early
     train(1, steps // 2)
 elif behaviour == "exit_interval":  # the same, and says so as Megatron does

@@ -78,6 +78,11 @@ def seal_of_another(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "iteration": 10}))
 
 
+def flip_in_the_seal(folder: Path) -> None:
+    path = folder / checkpoints.SEAL
+    path.write_text(path.read_text().replace('"bytes"', '"cytes"', 1))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -87,6 +92,7 @@ def seal_of_another(folder: Path) -> None:
         (unseal, "was not finished"),
         (cut_the_seal, "unreadable"),
         (seal_of_another, "unreadable"),
+        (flip_in_the_seal, "unreadable"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(root: Path, damage, words: str) -> None:
@@ -142,9 +148,14 @@ def test_a_new_run_keeps_the_earlier_checkpoints_aside(root: Path) -> None:
 
 
 def test_a_new_run_does_not_take_over_the_users_folder(root: Path) -> None:
-    with pytest.raises(Refused, match="step 10, 20"):
+    write_checkpoint(root, 30, run=None)  # by Megatron without the launcher, for all we know
+    with pytest.raises(Refused, match="step 10, 20, 30"):
         resume.begin_anew(root, is_ours=False)
-    assert iterations(root) == [10, 20]
+    unseal(root / "iter_0000010")
+    unseal(root / "iter_0000020")
+    with pytest.raises(Refused, match="step 10, 20, 30"):
+        resume.begin_anew(root, is_ours=False)
+    assert iterations(root) == [10, 20, 30]
 
 
 def test_only_the_newest_are_kept(root: Path) -> None:
@@ -158,7 +169,12 @@ def test_only_the_newest_are_kept(root: Path) -> None:
 def test_checkpoints_are_sealed_when_the_log_says_so(tmp_path: Path) -> None:
     for iteration in (100, 200, 300):
         write_checkpoint(tmp_path, iteration, run=None)
-    keeper = CheckpointKeeper(tmp_path, "te", keep=2)
+    sealed_before: list[bool] = []
+
+    def sync() -> None:
+        sealed_before.append(all(c.is_sealed for c in checkpoints.checkpoints_in(tmp_path)[:-1]))
+
+    keeper = CheckpointKeeper(tmp_path, "te", keep=2, before_sealing=sync)
     keeper.start()
     line = b"  [2026-01-01 00:00:00.0] successfully saved checkpoint from iteration     %d to /x [ t 1/1 ]\n"
     text = (
@@ -168,6 +184,7 @@ def test_checkpoints_are_sealed_when_the_log_says_so(tmp_path: Path) -> None:
         keeper.watch(text[position : position + 7])
     keeper.finish()
     assert keeper.problem is None
+    assert sealed_before == [False, False], "the log is on the disk before the seal is"
     sealed = {c.iteration: checkpoints.defect(c) for c in checkpoints.checkpoints_in(tmp_path)}
     assert sealed == {100: None, 200: None, 300: "was not finished"}
 

@@ -213,42 +213,6 @@ def test_later_run_puts_the_earlier_log_aside(config: Path, tmp_path: Path) -> N
     assert_failed(out, launch.FAILED, "rank 1", "7")
 
 
-def launch_log(out: Path, name: str) -> None:
-    with launch.locked_log(out, name) as log:
-        launch.begin_log(out, name, log)
-
-
-@pytest.mark.parametrize("name", ["native", "te"])
-def test_new_run_puts_the_limits_of_the_earlier_one_aside(tmp_path: Path, name: str) -> None:
-    (tmp_path / "gates.yaml").write_text("loss_mape_percent: 50")
-    launch_log(tmp_path, name)
-    assert not (tmp_path / "gates.yaml").exists(), "the new comparison would be judged by stale limits"
-    assert (tmp_path / "gates.previous.yaml").read_text() == "loss_mape_percent: 50"
-
-
-NOISE_FLOOR = {"noise_floor.log", "noise_floor.log.gz", "noise_floor.status.json"}
-
-
-@pytest.mark.parametrize(
-    ("name", "earlier", "stays"),
-    [
-        ("native", "native.log", False),  # the floor was measured from that earlier run
-        ("native", "native.log.gz", False),
-        ("native", "te.log", True),  # a floor that was run before native's first run
-        ("te", "native.log", True),  # run between native and te
-    ],
-)
-def test_noise_floor_goes_with_the_native_run_it_belongs_to(
-    tmp_path: Path, name: str, earlier: str, stays: bool
-) -> None:
-    for file in (earlier, *NOISE_FLOOR):
-        (tmp_path / file).write_text("{}")
-    launch_log(tmp_path, name)
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left & NOISE_FLOOR == (NOISE_FLOOR if stays else set())
-    assert ("noise_floor.previous.log" in left) is not stays
-
-
 def test_a_device_that_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -364,6 +328,53 @@ def test_killed_launcher_takes_its_ranks_along_and_leaves_nothing_finished(
     assert processes_of(out) == []
     assert status_of(out)["complete"] is False
     assert not (out / "native.log").exists()
+
+
+def test_a_launch_waits_for_the_ranks_of_a_killed_one(config: Path, tmp_path: Path) -> None:
+    """They would write checkpoints, which the new one clears away or loads."""
+    out = tmp_path / "out"
+    launcher, _ = start(config, out, "stubborn")  # torchrun needs 30 s to end them
+    launcher.kill()
+    launcher.wait(timeout=10)
+    assert_refused(run_launch(config, out, "--save-every", "2", "--resume"), "what is left of one")
+
+
+# --- resumed runs ----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_in_its_log(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    again = ("--save-every", "2", "--resume")
+    assert run_launch(config, out, "--save-every", "2", STAND_IN="short").returncode == launch.FAILED
+    log = out / "native.failed.log"
+    text = log.read_text()
+    log.rename(out / "elsewhere")
+    assert_refused(run_launch(config, out, *again), "checkpoint of step 4", "no native.log")
+    (out / "elsewhere").rename(log)
+    done = run_launch(config, out, *again)
+    assert done.returncode == launch.COMPLETE, done.stderr
+    assert "Continuing from the checkpoint of step 4." in done.stderr
+    joined = (out / "native.log").read_text()
+    assert joined.startswith(text) and "iteration        4/" not in joined[len(text) :]
+    assert "iteration        8/" in joined
+    (out / "native.log").rename(out / "native.log.gz")  # as it is handed in
+    done = run_launch(config, out, *again)
+    assert (done.returncode, "is complete" in done.stdout) == (launch.COMPLETE, True)
+
+
+def test_a_noise_floor_from_the_environment_is_refused(config: Path, tmp_path: Path) -> None:
+    result = run_launch(config, tmp_path / "out", MCE_NOISE_FLOOR="1")
+    assert_refused(result, "MCE_NOISE_FLOOR", "--noise-floor")
+
+
+@pytest.mark.parametrize("save", ["${OUT_DIR}", "${OUT_DIR}/../mine"])
+def test_checkpoints_beside_the_output_are_the_users(tmp_path: Path, save: str) -> None:
+    out = tmp_path / "out"
+    config = data_config(tmp_path, f"  --save: {save}\n  --save-interval: 2\n")
+    folder = Path(save.replace("${OUT_DIR}", str(out)))
+    (folder.resolve() / "iter_0000005").mkdir(parents=True)
+    assert_refused(run_launch(config, out), "step 5", "another folder")
+    assert (folder / "iter_0000005").is_dir()
 
 
 # --- output folders --------------------------------------------------------------------------------------

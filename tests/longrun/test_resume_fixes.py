@@ -98,6 +98,29 @@ def test_every_logit_moves_to_a_neighbour(dtype: torch.dtype) -> None:
     assert torch.equal(logits.grad, upstream)
 
 
+@pytest.mark.parametrize("loaded", [0, 40])
+def test_the_first_loss_alone_is_disturbed_and_no_continued_run(
+    loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    class LanguageModule:
+        def compute_language_model_loss(self, labels: object, logits: torch.Tensor) -> None:
+            seen.append(logits)
+
+    name = "megatron.core.models.common.language_module.language_module"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(LanguageModule=LanguageModule))
+    args = SimpleNamespace(iteration=loaded)
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(get_args=lambda: args))
+    noise_floor.apply()
+    noise_floor.apply()
+    logits = torch.randn(4, 1, 6)
+    for _ in range(2):
+        LanguageModule().compute_language_model_loss(None, logits)
+    assert bool((seen[0] != logits).all()) is (loaded == 0)
+    assert torch.equal(seen[1], logits)
+
+
 def test_values_without_a_neighbour_stay() -> None:
     logits = torch.tensor([float("inf"), float("-inf"), float("nan"), float("-inf"), torch.finfo().max])
     moved = noise_floor.moved_by_one_ulp(logits)
