@@ -14,6 +14,7 @@ case "${1:-}" in
   -h | --help) show_help; exit 0 ;;
   "") die 2 "no command was given; see --help." ;;
 esac
+[ -z "${NCCL_LIBRARY:-}" ] || NCCL_LIBRARY="$(caller_path "$NCCL_LIBRARY")"
 [ -f "${NCCL_LIBRARY:-}" ] || die 2 "NCCL_LIBRARY is ${NCCL_LIBRARY:-not set}: name the libnccl.so.2 of NCCL 2.32 or newer."
 command -v nvidia-cuda-mps-control > /dev/null || die 2 "nvidia-cuda-mps-control is not on PATH: MPS is missing."
 
@@ -31,4 +32,5 @@ trap stop_mps EXIT
 # A signal to the group (Ctrl-C, timeout) is the command's to answer; MPS stays until it has ended.
 trap : INT TERM HUP
 export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS="${NCCL_MAX_CTAS:-4}" MCE_RANKS_ON_ONE_DEVICE=1
-LD_PRELOAD="$NCCL_LIBRARY" "$@"
+ln -s "$NCCL_LIBRARY" "$work/libnccl.so.2" # LD_PRELOAD splits a path at spaces
+LD_PRELOAD="$work/libnccl.so.2" "$@"

@@ -209,14 +209,15 @@ def _command(args: argparse.Namespace, out: Path, resumes: bool) -> list[str]:
     return [*command, "--resume"] if resumes else command
 
 
-def _note_start(injection: Injection | None, start: Start) -> None:
+def _note_start(injection: Injection | None, start: Start, root: Path) -> None:
     """Note from where a start went on after `injection`, and what it refused."""
     if injection is None:
         return
     text = start.text()
     found = _CONTINUING.search(text)
     injection.resumed_from = int(found[1]) if found else 0
-    injection.refused = re.findall(r"The checkpoint of step \d+ in \S+ (.+)\.$", text, re.MULTILINE)
+    sentence = rf"The checkpoint of step \d+ in {re.escape(str(root))} (.+)\.$"
+    injection.refused = re.findall(sentence, text, re.MULTILINE)
 
 
 def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
@@ -246,7 +247,7 @@ def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
                 time.sleep(0.2)
             injection.at_step = start.last_step()
             start.wait_for_end(injection, everyone)
-            _note_start(done[-1] if done else None, start)
+            _note_start(done[-1] if done else None, start, root)
             if is_last:
                 if injection.exit_code != 0:
                     raise RuntimeError(f"the last start ended with {injection.exit_code}; see {output}")
@@ -269,7 +270,7 @@ def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
                 injection.fault, kill = _name(kill_everything), kill_everything
             injection.expected = FAILED if kill is kill_a_rank else KILLED
             start.wait_for_end(injection, everyone)
-            _note_start(done[-1] if done else None, start)
+            _note_start(done[-1] if done else None, start, root)
             if steps == 0:
                 injection.fault += ", while starting"
             damage = DAMAGES[len(done) // 2 % len(DAMAGES)]
