@@ -1,6 +1,6 @@
 """A small language model on MindSpore whose output layer is split over tensor-parallel ranks, trained twice
 from the same start: with the chunked loss, and with `loss_parallel_cross_entropy` on all logits. Prints both
-    losses each step.
+losses each step.
 
     bash st_scripts/setup_mindspore.sh
     export PATH="$PWD/.venvs/mindspore/bin:$PATH" PYTHONPATH="$PWD"

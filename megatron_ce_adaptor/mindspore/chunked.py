@@ -190,7 +190,7 @@ class _Gradients:
         if self.wanted[0]:
             self.hidden.append(runtime.matrix(d_logits, weight))
         if self.wanted[1]:
-            product = runtime.matrix(d_logits, hidden, transpose_a=True).astype(self.dtype)
+            product = runtime.matrix(d_logits, hidden, transpose_a=True, dtype=self.dtype)
             self.weight = product if self.weight is None else self.weight.add_(product)
         if self.wanted[2]:
             total = d_logits.astype(runtime.accumulation_dtype(d_logits)).sum(0).astype(self.dtype)
@@ -276,7 +276,8 @@ def _walk(
     losses: list[Tensor] = []
     statistics: list[list[Tensor]] = [[], [], [], []]
     loss = call.loss
-    for chunk, own in runtime.blocks(call.chunk_tokens, hidden, labels) if labels.shape[0] else []:
+    chunks = runtime.blocks(call.chunk_tokens, hidden, labels) if labels.shape[0] else []
+    for index, (chunk, own) in enumerate(chunks):
         logits = runtime.matrix(chunk, weight, transpose_b=True)
         if bias is not None:
             logits = logits + bias
@@ -285,7 +286,7 @@ def _walk(
             call.shard, own, loss.weight, loss.ignore_index, loss.label_smoothing, loss.z_loss_weight,
             loss.report_metrics, logits,
         )  # fmt: skip
-        merged = forward_pass(logits, own, call.shard, terms)
+        merged = forward_pass(logits, own, call.shard, terms, last=index == len(chunks) - 1)
         losses.append(merged.loss)
         if merged.statistics is not None:
             for collected, kind in zip(statistics, merged.statistics, strict=True):

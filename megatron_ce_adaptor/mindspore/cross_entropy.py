@@ -95,6 +95,7 @@ def parallel_cross_entropy(
         )
         inp = _input
     refuse_overwriting(overwrite_input)
+    check_options(ignore_idx, label_smoothing, z_loss_weight, "ignore_idx")
     _check_dimensions(inp, target)
     shard = VocabShard.of_equal_shards(dist_process_group, inp.shape[-1])
     result = cross_entropy(
@@ -125,8 +126,6 @@ def cross_entropy(
         target: as many labels as there are rows.
         class_weight: [V] of the whole vocabulary, without gradient: PyTorch's weighted loss.
     """
-    check_options(ignore_index, label_smoothing, z_loss_weight)
-    check_dtypes(logits, target)
     labels = target.reshape(-1)
     terms = terms_of(
         shard, labels, class_weight, ignore_index, label_smoothing, z_loss_weight, return_statistics, logits
@@ -189,13 +188,15 @@ class _CrossEntropy(_Function):  # type: ignore[misc, unused-ignore]
         return runtime.differentiable_once("parallel_cross_entropy", gradient, logits, grad_loss), None, None
 
 
-def forward_pass(logits: Tensor, labels: Tensor, shard: VocabShard, terms: Terms) -> rows.Merged:
-    """Loss and what backward needs, of logits [N, C] with N > 0. One all_gather if the vocabulary is
-    split."""
+def forward_pass(
+    logits: Tensor, labels: Tensor, shard: VocabShard, terms: Terms, *, last: bool = True
+) -> rows.Merged:
+    """Loss and what backward needs, of logits [N, C] with N > 0. One all_gather if the vocabulary is split;
+    last: of the call's."""
     statistics = rows.row_statistics(logits, labels, terms)
     if shard.group is None:
         return rows.merge([statistics], labels, terms)
-    gathered, agree = shard.gather(statistics)
+    gathered, agree = shard.gather(statistics, last=last)
     return rows.merge(gathered, labels, terms, agree)
 
 
@@ -276,10 +277,12 @@ def check_dtypes(logits: Any, target: Any, name: str = "inp", target_name: str =
         )
 
 
-def check_options(ignore_index: Any, label_smoothing: float, z_loss_weight: float) -> None:
-    """Raises for options that no call can have."""
+def check_options(
+    ignore_index: Any, label_smoothing: float, z_loss_weight: float, name: str = "ignore_index"
+) -> None:
+    """Raises for options that no call can have; name: the door's name of `ignore_index`."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_idx is {ignore_index!r}, expected an int.")
+        raise TypeError(f"{name} is {ignore_index!r}, expected an int.")
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1.")
     if not math.isfinite(z_loss_weight):

@@ -145,12 +145,12 @@ def _computed(
     labels = local_labels(target, layout)
     local = logits._local_tensor
     check_dtypes(local, labels, "logits", "labels")
-    weight = local_class_weight(weight, layout.shard.total_columns)
+    weight, shard = local_class_weight(weight, layout.shard)
     if layout.class_dim != local.ndim - 1:
         order = (*(d for d in range(local.ndim) if d != layout.class_dim), layout.class_dim)
         local = ops.transpose(local, order)
     result = reduced_cross_entropy(
-        local, labels, layout.shard, layout, weight, ignore_index, label_smoothing, 0.0, reduction, False
+        local, labels, shard, layout, weight, ignore_index, label_smoothing, 0.0, reduction, False
     )
     assert isinstance(result, Tensor)
     return result

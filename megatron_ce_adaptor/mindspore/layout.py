@@ -9,7 +9,6 @@ of any rank; nothing is guessed.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,14 +182,15 @@ def local_labels(labels: Any, layout: LogitsLayout) -> Tensor:
     return local
 
 
-def local_class_weight(weight: Any, classes: int) -> Tensor | None:
-    """The whole vocabulary's class weights as a plain tensor. No collective.
+def local_class_weight(weight: Any, shard: VocabShard) -> tuple[Tensor | None, VocabShard]:
+    """The whole vocabulary's class weights as a plain tensor, and the shard that goes with them (see
+    `VocabShard.with_class_weight`). No collective.
 
     Raises:
         ValueError: DTensor weights that are not replicated.
     """
     if weight is None:
-        return None
+        return None, shard
     if is_dtensor(weight):
         if not all(p.is_replicate() for p in weight.placements):
             raise ValueError(
@@ -199,8 +199,9 @@ def local_class_weight(weight: Any, classes: int) -> Tensor | None:
                 "each rank needs the whole vocabulary's class weights."
             )
         weight = weight._local_tensor
-    class_weight_error(weight, classes)
-    return weight
+    shard = shard.with_class_weight(weight)
+    class_weight_error(weight, shard.total_columns)
+    return weight, shard
 
 
 def mesh_text(mesh: Any) -> str:
@@ -208,8 +209,3 @@ def mesh_text(mesh: Any) -> str:
     names = getattr(mesh, "mesh_dim_names", None)
     sizes = "x".join(str(size) for size in mesh.mesh_shape)
     return f"mesh {sizes}" + (f" ({', '.join(map(str, names))})" if names else "")
-
-
-def token_count(shape: tuple[int, ...]) -> int:
-    """How many tokens a labels' shape holds."""
-    return math.prod(shape)

@@ -106,7 +106,7 @@ def loss_parallel_cross_entropy(
         labels = local_labels(labels, layout)
         logits = logits._local_tensor  # type: ignore[attr-defined, unused-ignore]
         check_dtypes(logits, labels, "logits", "labels")
-        weight = local_class_weight(weight, shard.total_columns)
+        weight, shard = local_class_weight(weight, shard)
     else:
         shard = _plain_shard(logits, labels, tp_group, global_vocab_size, weight)
     return reduced_cross_entropy(

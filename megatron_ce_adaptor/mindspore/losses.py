@@ -97,7 +97,7 @@ class CrossEntropyLoss:
         count = valid_token_count(global_valid_tokens, per_token)
         loss = runtime.total(per_token)
         if count is not None:
-            loss = loss / count
+            loss = _divided(loss, count)
         if self.bare:
             return loss
         own = getattr(labels, "_local_tensor") if is_dtensor(labels) else labels  # noqa: B009
@@ -119,10 +119,14 @@ class CrossEntropyLoss:
         }
         if self.z_loss_weight:
             squared = ops.where(valid, statistics.log_sum_exp * statistics.log_sum_exp, 0.0)
-            sums["z_loss/mean"] = self.z_loss_weight * squared.sum()
+            sums["z_loss/mean"] = squared.sum() * runtime.number(self.z_loss_weight, dtype)
         if count is None:
             count = mint.clamp(valid.astype(dtype).sum(), min=1)
-        return {name: ops.stop_gradient(total / count) for name, total in sums.items()}
+        return {name: ops.stop_gradient(_divided(total, count)) for name, total in sums.items()}
+
+
+def _divided(total: Tensor, count: Tensor | float) -> Tensor:
+    return total / (count if isinstance(count, Tensor) else runtime.number(count, total.dtype))
 
 
 def valid_token_count(value: Tensor | float | None, like: Tensor) -> Tensor | float | None:

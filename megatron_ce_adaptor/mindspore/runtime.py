@@ -64,13 +64,18 @@ def blocks(step: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return list(zip(*(mint.split(tensor, step) for tensor in tensors), strict=True))
 
 
-def matrix(a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
-    """a @ b of matrices of one dtype, in that dtype.
+def matrix(
+    a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False, dtype: Any = None
+) -> Tensor:
+    """a @ b of matrices of one dtype, in that dtype, or in a wider `dtype` without rounding in between (of
+    operands cast to it: MindSpore's product has no output dtype).
 
     The CPU has no product of bf16 matrices: there it is made in fp32 and rounded once, which is what a
     device's product with fp32 accumulation gives.
     """
     product = _product(transpose_a, transpose_b)
+    if dtype is not None and dtype != a.dtype:
+        return product(a.astype(dtype), b.astype(dtype))
     if a.dtype == ms.bfloat16 and is_on_cpu(a):
         return product(a.astype(ms.float32), b.astype(ms.float32)).astype(ms.bfloat16)
     return product(a, b)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import mindspore as ms
 from mindspore import Tensor, mint
 
 from megatron_ce_adaptor.mindspore import runtime
@@ -131,11 +130,13 @@ class VocabShard(NamedTuple):
         missing = mint.zeros((*logits.shape[:-1], self.columns - self.misfit), dtype=logits.dtype)
         return mint.cat([logits, missing], -1)
 
-    def gather(self, rows: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    def gather(self, rows: Tensor, *, last: bool = True) -> tuple[list[Tensor], Tensor | None]:
         """All ranks' statistics in rank order: the only collective of the operation.
 
         Args:
             rows: [P], the same P on every rank.
+            last: the call's last gather; a misfit rank raises in no earlier one, where the others, which
+                do not look, would go on to the next and wait for it there.
 
         Returns:
             [P] of each rank; and where the sizes were not compared on the host, whether they agree (0-d
@@ -162,7 +163,8 @@ class VocabShard(NamedTuple):
             self.compare([int(high) * 65536 + int(low) for high, low in numbers])
         else:
             agree = self._agreement(headers)
-        self.raise_if_misfit()
+        if last:
+            self.raise_if_misfit()
         return [statistics for statistics, _ in split], agree
 
     def must_compare(self, tensor: Tensor) -> bool:
@@ -216,7 +218,7 @@ def chunk_sizes(total_columns: int, world_size: int) -> list[int]:
 
 def class_weight_error(weight: Any, classes: int) -> None:
     """Raises TypeError or ValueError unless `weight` holds a floating-point number for each class."""
-    if not isinstance(weight, Tensor) or weight.dtype not in (ms.bfloat16, *runtime.LOGITS_DTYPES):
+    if not isinstance(weight, Tensor) or weight.dtype not in runtime.LOGITS_DTYPES:
         found = f"a tensor of {weight.dtype}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
         raise TypeError(f"weight is {found}, expected a floating-point tensor of class weights.")
     if tuple(weight.shape) != (classes,):

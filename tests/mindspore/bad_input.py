@@ -38,7 +38,7 @@ EXPECTED = {
     "too few labels": ("ValueError", "3 labels, expected one for each of the 4 rows"),
     "smoothing": ("ValueError", "label_smoothing is 1.0, expected 0 <= label_smoothing < 1"),
     "z-loss": ("ValueError", "z_loss_weight is nan, expected a finite number"),
-    "ignore_index": ("TypeError", "ignore_idx is 1.5, expected an int"),
+    "ignore_index": ("TypeError", "ignore_index is 1.5, expected an int"),
     "reduction": ("ValueError", "reduction is 'average', expected one of none, sum, mean"),
     "statistics of a sum": ("ValueError", "statistics are per token"),
     "vocabulary size 0": ("ValueError", "(global_vocab_size) is 0, expected at least 1"),

@@ -107,7 +107,11 @@ def _errors(problem: Problem, mesh: DeviceMesh) -> dict[str, tuple[str, str]]:
     def on(placements: Any) -> DTensor:
         return DTensor(problem.local, mesh, placements)
 
+    odd = problem.local if mesh.get_local_rank(0) else mint.cat([problem.local, problem.local[:, :1]], -1)
     calls = {
+        "weights and unequal shards": lambda: loss_parallel_cross_entropy(
+            DTensor(odd, mesh, [Shard(1)]), problem.target, weight=Tensor(problem.weight)
+        ),
         "not split": lambda: loss_parallel_cross_entropy(on([Replicate()]), problem.target),
         "the batch split": lambda: loss_parallel_cross_entropy(on([Shard(0)]), problem.target),
         "partial": lambda: loss_parallel_cross_entropy(on([Partial()]), problem.target),

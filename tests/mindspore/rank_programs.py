@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,13 @@ def everything(folder: Path) -> dict[str, Any]:
         reductions, statistics, layouts_of_memory, chunks, gathers, metrics, errors, collectives,
         torch_inputs, without_synchronisation, meshes, asynchronous,
     ]  # fmt: skip
-    return {program.__name__: program(folder) for program in programs}
+    found = {}
+    for program in programs:
+        began = time.monotonic()
+        print(f"{program.__name__} ...", flush=True)  # a job that does not end says where it is
+        found[program.__name__] = program(folder)
+        print(f"{program.__name__}: {time.monotonic() - began:.1f} s", flush=True)
+    return found
 
 
 def reductions(folder: Path) -> list[dict[str, Any]]:

@@ -142,6 +142,34 @@ def test_layers_of_the_chunked_loss() -> None:
     )
 
 
+def test_numbers_beside_fp64_keep_their_digits() -> None:
+    """MindSpore rounds a Python number beside an fp64 tensor to fp32; the losses do not."""
+    random = np.random.default_rng(3)
+    logits, labels = random.standard_normal((5, 9)), random.integers(0, 9, 5)
+    right = dense.dense_cross_entropy(logits, labels, np.ones(5), z_loss_weight=1e-4)
+    criterion = CrossEntropyLoss(z_loss_weight=1e-4, report_metrics=True)
+    loss, metrics = criterion(Tensor(logits), Tensor(labels), 0.3)
+    assert float(loss.asnumpy()) == pytest.approx(right.loss.sum() / 0.3, rel=1e-11)
+    z_loss = 1e-4 * (right.lse**2).sum() / 0.3
+    assert float(metrics["z_loss/mean"].asnumpy()) == pytest.approx(z_loss, rel=1e-11)
+
+
+def test_parameters_gradients_are_rounded_once() -> None:
+    """accumulation_dtype=float32: as many chunks as tokens give what one does, but for ties and the last bits
+    of fp32."""
+    random = np.random.default_rng(4)
+    hidden, labels = Tensor(random.standard_normal((64, 8)), ms.bfloat16), Tensor(random.integers(0, 6, 64))
+    head = mint.nn.Linear(8, 6, bias=False, dtype=ms.bfloat16)
+    found = []
+    for num_chunks in (1, 64):
+        criterion = ChunkedLossWrapper(
+            CrossEntropyLoss(bare=True), num_chunks, accumulation_dtype=ms.float32
+        ).set_lm_head(head)
+        (gradient,) = ms.grad(lambda x, c=criterion: c(x, labels), None, [head.weight])(hidden)
+        found.append(gradient.astype(ms.float32).asnumpy())
+    assert np.mean(found[0] == found[1]) > 0.9
+
+
 def test_unsplit_gather_is_the_tensor_itself() -> None:
     logits = Tensor(np.ones((2, 3)), ms.float32)
     assert gather_tensor_parallel_logits(logits) is logits
