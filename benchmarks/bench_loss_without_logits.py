@@ -3,6 +3,7 @@
 
     python benchmarks/bench_loss_without_logits.py --out loss.json          one GPU, bf16, hidden size 4096
     python benchmarks/bench_loss_without_logits.py --cpu --smoke            whether it runs
+    python benchmarks/bench_loss_without_logits.py --render loss.json       the tables of a result, again
 
 For each number of columns (62,080: a rank's of Qwen3.5's 248,320 over four) and of tokens: forward + backward
 of the sum of the losses under a loss mask (a tenth is masked) over the number of tokens that count, to the
@@ -11,7 +12,8 @@ call. Chunked te is called as GPTModel's patch calls it. Ways that run out of me
 tokens the others' gradients are compared with te's. Prints Markdown tables and whether the goals are met: at
 most 3 GB at 262,144 x 62,080, and at most 1.10 x te's time.
 
-Exit status: 0 measured (a peer may have failed, it says so), 1 ours failed, 2 bad arguments.
+Exit status: 0 measured (a peer may have failed, it says so), 1 ours failed, 2 bad arguments, or a file to
+render that is none of its results.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import json
 import os
 import sys
 import time
@@ -43,6 +46,7 @@ from peers.loading import import_from
 from torch import Tensor
 
 IGNORED = -100
+PART = "loss_without_logits"
 TE, NATIVE, LIGER = "te", "native", "Liger fused linear"
 GOAL_SHAPE, GOAL_BYTES, GOAL_TIMES_TE = (262_144, 62_080), 3e9, 1.10
 SIZES = {
@@ -325,6 +329,9 @@ def markdown(part: dict[str, Any]) -> str:
     ]
     for columns in settings["columns"]:
         cases = [case for case in part["cases"] if case["columns"] == columns]
+        if not cases:  # the run was cut off
+            lines += ["", f"{columns} columns were not measured"]
+            continue
         lines += ["", f"{columns} columns", ""]
         lines.append("| | " + " | ".join(f"{case['tokens']} tokens" for case in cases) + " |")
         lines.append("|---|" + "---|" * len(cases))
@@ -391,7 +398,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="timed rounds of a shape, at least three")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, to see whether it runs")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--render", type=Path, metavar="FILE.json", help="measure nothing, print its tables")
     options = parser.parse_args(arguments)
+    if options.render:
+        try:
+            options.part = json.loads(options.render.read_text(encoding="utf-8"))
+            is_ours = options.part["part"] == PART
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"--render is {options.render}, which cannot be read: {error}")
+        if not is_ours:
+            parser.error(f"--render is {options.render}, a result of another benchmark")
+        return options
     options.device = "cpu" if options.cpu else "cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: use --cpu")
@@ -407,6 +424,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.render:
+        print(markdown(options.part))
+        return 0
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
 
     def say(text: str) -> None:
@@ -420,7 +440,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"not measured: {name}: {reason}")
     ways = [way for way in ways if way.name not in missing]
     part: dict[str, Any] = {
-        "part": "loss_without_logits",
+        "part": PART,
         "environment": results.environment(device.type),
         "settings": {
             key: getattr(options, key)

@@ -23,7 +23,26 @@ def test_ours_is_measured_and_agrees(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert max(entry["hidden_difference"], entry["weight_difference"]) < 1e-5, name
         assert entry["rounds"] >= 3
         assert 0 < entry["peak_bytes"] < whole["peak_bytes"], name
-    assert "| te, chunks of 7, gradients in backward | " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| te, chunks of 7, gradients in backward | " in printed
+    assert bench.main(["--render", str(out)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"part": "cuda"}'])
+def test_no_result_to_render(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as left:
+        bench.main(["--render", str(path)])
+    assert left.value.code == 2
+    assert f"--render is {path}, " in capsys.readouterr().err
+
+
+def test_columns_that_a_run_did_not_come_to() -> None:
+    cut_off = part(te={"ms": 100.0, "peak_bytes": 35e9})
+    cut_off["settings"]["columns"] = [62_080, 248_320]
+    assert "248320 columns were not measured" in bench.markdown(cut_off)
 
 
 def part(**results: Any) -> dict[str, Any]:
