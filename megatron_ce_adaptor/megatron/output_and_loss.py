@@ -163,14 +163,21 @@ def _name(hook: Any) -> str:
 # ------------------------------------------------------------------------------------- the exchange
 
 
+def _captures_whole_step(config: Any) -> bool:
+    """Whether one CUDA graph is made of forward and backward: an implementation from megatron-core 0.18 on,
+    before it one of the scopes of another."""
+    scopes = getattr(config, "cuda_graph_scope", None) or ()
+    names = {scopes} if isinstance(scopes, str) else {getattr(scope, "name", scope) for scope in scopes}
+    return "full_iteration" in names | {getattr(config, "cuda_graph_impl", None)}
+
+
 @contextlib.contextmanager
 def _deferred(model: Any, given: dict[str, Any], chunk: int | str) -> Iterator[None]:
     """Inside, the output layer defers its logits and the model's loss takes such."""
     head, labels, loss_mask = model.output_layer, given["labels"], given.get("loss_mask")
     compute_loss = model.compute_language_model_loss
     # a graph of the whole step cannot wait for the answer whether the foreseen gradient was right
-    captured = getattr(model.config, "cuda_graph_impl", None) == "full_iteration"
-    recompute = gradients_setting() == "backward" or captured
+    recompute = gradients_setting() == "backward" or _captures_whole_step(model.config)
 
     def defer(
         input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

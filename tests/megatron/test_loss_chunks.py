@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from megatron_ce_adaptor.longrun.megatron_log import CROSS_ENTROPY_CALLS
 from megatron_ce_adaptor.megatron import call_counter, pretrain
 from megatron_ce_adaptor.megatron.chunk_rule import BASE, LEAST, choose_chunk_tokens
 from megatron_ce_adaptor.megatron.loss_chunks import GRADIENTS, TOKENS, chunk_setting, gradients_setting
+from megatron_ce_adaptor.megatron.output_and_loss import _captures_whole_step
 
 TE = ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
 
@@ -136,3 +139,18 @@ def test_auto(tokens: int, hidden: int, columns: int, free: int | None, expected
     choice = choose_chunk_tokens(tokens, hidden, columns, 2, free)
     assert choice.tokens == expected
     assert why in choice.reason
+
+
+def test_graphs_of_the_whole_step_are_known_in_every_version() -> None:
+    """They cannot wait for an answer from the device."""
+    scope = enum.Enum("scope", ["full_iteration", "attn"])  # megatron-core 0.16 and 0.17
+
+    def captured(**config: object) -> bool:
+        return _captures_whole_step(SimpleNamespace(**config))
+
+    assert captured(cuda_graph_impl="full_iteration", cuda_graph_scope=None)
+    assert captured(cuda_graph_impl="local", cuda_graph_scope=[scope.full_iteration])
+    assert captured(cuda_graph_impl="local", cuda_graph_scope="full_iteration")
+    assert not captured(cuda_graph_impl="local", cuda_graph_scope=[scope.attn])
+    assert not captured(cuda_graph_impl="none", cuda_graph_scope=[])
+    assert not captured()
