@@ -4,7 +4,7 @@
 #   bash st_scripts/fault_matrix.sh [--kills N] [--steps N] [--save-every N] [--seed N] [--out DIR] [--config FILE]
 #
 #   --kills N      faults, default 20: SIGKILL to a rank, to the launcher, to every process; checkpoints cut in half, with
-#                  a file missing or a bit flipped, unfinished, a stale tracker file; one start on a disk that is full
+#                  a file missing or a bit flipped, unfinished, a stale tracker file; one start on a disk that is full (from 3 faults on)
 #   --steps N      default 160       --save-every N  default 5       --seed N  of what is hit and when, default 0
 #   --out DIR      default runs/faults; must be empty
 #   --config FILE  default configs/cpu_small.yaml on two ranks (TP2); NPUS_PER_NODE, TP, PP, EP choose another layout

@@ -233,7 +233,7 @@ def break_and_resume(args: argparse.Namespace, folder: Path) -> list[Injection]:
     while True:
         output = folder.with_name(f"{folder.name}.start{starts:02d}.txt")
         is_last = len(done) >= args.kills
-        full_disk = args.full_disk_at is not None and len(done) == args.full_disk_at
+        full_disk = not is_last and len(done) == args.full_disk_at
         limit = args.largest_file if full_disk else None
         start = Start(_command(args, folder, starts > 0), folder, output, limit)
         starts += 1
