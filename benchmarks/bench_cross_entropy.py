@@ -22,10 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-# One cache of compiled kernels and no pool of compile workers beside the measured process.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-# Megatron as published: no counters of ours in its functions.
-os.environ.setdefault("MCE_AUTO_PATCH", "0")
+if __name__ == "__main__":  # a test that imports this keeps its environment
+    # One cache of compiled kernels and no pool of compile workers beside the measured process.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    # Megatron as published: no counters of ours in its functions.
+    os.environ.setdefault("MCE_AUTO_PATCH", "0")
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import cases as case_lists

@@ -30,8 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-os.environ.setdefault("MCE_AUTO_PATCH", "0")
+if __name__ == "__main__":  # a test that imports this keeps its environment
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    os.environ.setdefault("MCE_AUTO_PATCH", "0")
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import memory

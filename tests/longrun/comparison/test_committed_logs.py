@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ce_adaptor.cli import main
-from megatron_ce_adaptor.longrun.launch import VERDICT_FILES
+from megatron_ce_adaptor.longrun.run_log import VERDICT_FILES
 
 LOGS = Path(__file__).parents[3] / "logs"
 FOLDERS = sorted(path.parent for path in LOGS.glob("*/metrics.json"))
