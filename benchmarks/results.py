@@ -33,6 +33,8 @@ MEASURED_SOURCES = (
     "implementations/cuda.py",
     "implementations/cuda_kernels.py",
     "implementations/prepared_call.py",
+    "implementations/memo.py",
+    "implementations/allocation.py",
 )
 PARTS = ("cuda", "tp", "cpu", "mass_accuracy", "mass_speed")
 

@@ -46,6 +46,20 @@ def _blocks(
             yield tuple(m[r : r + step] for m in matrices), [t[..., r : r + step] for t in chosen]
 
 
+class _Scratch:
+    """Memory for the largest block of rows so far, in the accumulation dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._rows: Tensor | None = None
+
+    def rows_like(self, x: Tensor) -> Tensor:
+        """[r, C], uninitialised, for a block x [r, C]."""
+        if self._rows is None or self._rows.shape[0] < x.shape[0]:
+            self._rows = torch.empty(x.shape, dtype=self._dtype, device=x.device)
+        return self._rows[: x.shape[0]]
+
+
 def _local_targets(target: Tensor, first_column: int, columns: int) -> tuple[Tensor, Tensor]:
     """(column of the target in this shard, clamped; whether this shard holds it), both [N]."""
     shifted = target.to(torch.int64) - first_column
@@ -95,11 +109,9 @@ def row_statistics(
     at_target = logits.gather(-1, local.view(*logits.shape[:-1], 1)).flatten().to(acc)
     table[2] = torch.where(here, at_target, _NEG_INF)
     lowest = torch.finfo(acc).min
-    scratch: Tensor | None = None
+    scratch = _Scratch(acc)
     for (x,), (column, holds, result) in _blocks((logits,), local, here, table):
-        if scratch is None or scratch.shape[0] < x.shape[0]:
-            scratch = torch.empty(x.shape, dtype=acc, device=x.device)
-        values = scratch[: x.shape[0]]
+        values = scratch.rows_like(x)
         if x.dtype != acc:
             x = values.copy_(x)
         peak = x.amax(1)
@@ -262,11 +274,9 @@ def _plain_forward(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     saved = torch.empty(3, target.numel(), dtype=acc, device=logits.device)
     peak, log_total, grad_target = saved
     others = torch.empty_like(x_target)  # sum of exp(x - peak) without the target's
-    scratch: Tensor | None = None
+    scratch = _Scratch(acc)
     for (x,), (column, top, total) in _blocks((logits,), labels, peak, others):
-        if scratch is None or scratch.shape[0] < x.shape[0]:
-            scratch = torch.empty(x.shape, dtype=acc, device=x.device)
-        values = scratch[: x.shape[0]]
+        values = scratch.rows_like(x)
         if x.dtype != acc:
             x = values.copy_(x)
         torch.amax(x, 1, out=top)
@@ -332,14 +342,12 @@ def gradient(
         at_label = per_class * weights.rows[:-1]
     factor = scale * (own + shared) * torch.exp(-log_total)
     must_clear = logits.device.type != "cpu" or not bool(live.all())
-    scratch: Tensor | None = None
+    scratch = _Scratch(acc)
     for (x, grad), (alive, top, times, less) in _blocks((logits, out), live, peak, factor, per_class):
         if grad.dtype == acc:
             values = grad
         else:
-            if scratch is None or scratch.shape[0] < x.shape[0]:
-                scratch = torch.empty(x.shape, dtype=acc, device=x.device)
-            values = scratch[: x.shape[0]]
+            values = scratch.rows_like(x)
         # a mixed-dtype sub would convert element by element, several times slower than a copy
         torch.sub(x if x.dtype == acc else values.copy_(x), top[:, None], out=values)
         values.exp_()
@@ -363,14 +371,12 @@ def _plain_gradient(logits: Tensor, target: Tensor, saved: Tensor, scale: Tensor
     """`gradient` after `_plain_forward`."""
     peak, log_total, grad_target = saved
     factor = scale * torch.exp(-log_total)
-    scratch: Tensor | None = None
+    scratch = _Scratch(scale.dtype)
     for (x, grad), (top, times) in _blocks((logits, out), peak, factor):
         if grad.dtype == scale.dtype:
             values = grad
         else:
-            if scratch is None or scratch.shape[0] < x.shape[0]:
-                scratch = torch.empty(x.shape, dtype=scale.dtype, device=x.device)
-            values = scratch[: x.shape[0]]
+            values = scratch.rows_like(x)
             x = values.copy_(x)
         torch.sub(x, top[:, None], out=values)
         values.exp_().mul_(times[:, None])
